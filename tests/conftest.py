@@ -23,25 +23,25 @@ import cs_kernels as cs
 if EMULATION:
     emulate()
 
-# Threads of several processes that wait for each other's cores take six times as long.
+# Oversubscribed cores make tests of several processes six times as slow.
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
-"""The markers, of which every test has one; the first that it has counts in the table of times."""
+"""The markers, of which every test has at least one; the first counts in the table of times."""
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
-# The emulation's orders: one block after the other, and three at once in any order, with shared
-# memory for all tiles of a small trunk and for some.
+# Block orders of the emulation: one block after the other, and three in flight in any order; shared
+# memory then holds all tiles of a small trunk, or some.
 ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Kernels get poisoned memory: deterministic mode fills new tensors with NaN.
+    """Seeds torch; in kernel tests, deterministic mode fills new tensors with NaN.
 
-    An element that no kernel writes shows.
+    An element that no kernel writes then shows as NaN.
     """
     torch.use_deterministic_algorithms(request.node.get_closest_marker("kernel") is not None)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_group() -> Iterator[None]:
-    """Frameworks make one where there is none, and leave it to the next test."""
+    """Destroys a process group that a framework has created, before the next test."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -65,7 +65,7 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def accelerate() -> Iterator[Any]:
-    """The package, without the state that it keeps of one accelerator for the next."""
+    """The accelerate package; its global state is reset before and after the test."""
     torchvision_operators.define()
     package = pytest.importorskip("accelerate")
 
@@ -79,9 +79,9 @@ def accelerate() -> Iterator[Any]:
 
 
 class Elsewhere:
-    """A backend that computes on another device than a test's tensors are on.
+    """Runs a backend's operators on copies of a test's tensors on another device.
 
-    Storages are copied whole, so that tensors keep their memory layout; then back.
+    Whole storages are copied there and back, so tensors keep their memory layout.
     """
 
     def __init__(self, operators: dict[str, Callable[..., Any]], device: str) -> None:
@@ -89,7 +89,7 @@ class Elsewhere:
         self.operators = {name: self._moved(operator) for name, operator in operators.items()}
 
     def direct(self, name: str) -> None:
-        """Operators alone."""
+        """Offers no direct calls; every call goes through an operator."""
 
     def _moved(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -121,7 +121,7 @@ class Elsewhere:
 
 @pytest.fixture(params=[name for name in RUNNABLE if name not in ORDERS] + list(ORDERS))
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each backend that can run here, in force; a GPU's gets copies of the test's tensors."""
+    """Activates each backend that can run here; a GPU backend gets copies of the tensors."""
     name = request.param.removesuffix("-shuffled")
     if request.param in ORDERS:
         cs.ops.cuda._kernels.order(*ORDERS[request.param])
@@ -135,7 +135,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Ranks]]:
-    """Processes that train together, by their number; they are kept."""
+    """Rank processes by their number, started once per session."""
     started: dict[int, Ranks] = {}
 
     def pool(size: int) -> Ranks:
@@ -167,14 +167,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test without a marker would be left out of some run without a word."""
+    """Fails a test without a kind marker, which some runs would silently leave out."""
     if not any(marker.name in KINDS for marker in metafunc.definition.iter_markers()):
         name = metafunc.definition.name
         pytest.fail(f"{name} must have one of the markers {', '.join(KINDS)}", pytrace=False)
 
 
 def _backends(item: pytest.Item) -> set[str]:
-    """Those that a test runs on: the parameter's, or what its marker says."""
+    """The backends that a test runs on: its parameter, or its marker's arguments."""
     chosen = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
     if chosen in RUNNABLE or chosen in ORDERS:
         return {chosen.removesuffix("-shuffled")}
@@ -182,7 +182,7 @@ def _backends(item: pytest.Item) -> set[str]:
 
 
 def _mark(item: pytest.Item) -> None:
-    """Doctests are documentation, tests on every backend are of kernels; ranks share processes."""
+    """Adds the implied markers; all tests on ranks share one worker and its processes."""
     if not isinstance(item, pytest.Function):
         item.add_marker("docs")
     if _backends(item):
@@ -192,7 +192,7 @@ def _mark(item: pytest.Item) -> None:
 
 
 def _name_groups(items: list[pytest.Item]) -> None:
-    """A name that ends with @GROUP: xdist 3.8 puts it where pytest 9.2 does not look any more."""
+    """Appends @GROUP to names: pytest 9.2 ignores the groups that xdist 3.8 sets."""
     for item in items:
         group = item.get_closest_marker("xdist_group")
         if group and "@" not in item.nodeid.rpartition("]")[2] and hasattr(item, "_id"):
@@ -200,7 +200,7 @@ def _name_groups(items: list[pytest.Item]) -> None:
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    """Kernels on two dtypes, and what takes no time of the loop."""
+    """Whether `--quick` runs a test: fast kernel and loop tests, in float32 and bfloat16."""
     kinds = {marker.name for marker in item.iter_markers()}
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     dtypes = {value for value in values if isinstance(value, torch.dtype)}
@@ -212,7 +212,7 @@ def _is_quick(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Marks come first; the samples are taken of the tests that `-k` and `-m` have chosen."""
+    """Marks all tests first; samples only those that `-k` and `-m` have selected."""
     for item in items:
         _mark(item)
     yield
@@ -233,11 +233,11 @@ def pytest_collection_modifyitems(
     kept = {*chosen}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
-    gc.freeze()  # What was imported and collected: collections in the tests are short.
+    gc.freeze()  # Garbage collections skip imports and collected tests, and stay short.
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # Some libraries complain of what is left at the end.
+    gc.unfreeze()  # Some libraries complain about objects that are left at exit.
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -246,17 +246,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "examples",
         deadline=None,
         max_examples=examples,
-        # A backend is in force for all examples of a test.
+        # The backend fixture stays active for all examples of a test, as intended.
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
     hypothesis.settings.load_profile("examples")
     if INTERPRETED:
-        # Numpy warns of operations that a GPU computes in silence, as infinity minus infinity.
+        # NumPy warns about operations that a GPU computes silently, such as infinity minus
+        # infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The time that tests of each marker took, added over all processes."""
+    """Prints the time that tests of each marker took, summed over all processes."""
     seconds, numbers = Counter[str](), Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -271,7 +272,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under the interpreter there is no compiler; what --quick leaves out is not imported."""
+    """Skips Triton compilation under the interpreter, and files that `--quick` leaves out."""
     if collection_path.suffix != ".py":
         return None
     if INTERPRETED and collection_path.name == "test_triton_compiles.py":

@@ -1,7 +1,8 @@
-"""Calls every operator with random arguments, right and wrong, and compares with the reference.
+"""Calls every operator with random valid and invalid arguments, against the reference.
 
-A call must raise on both backends, or on neither and then agree. No call may crash, or raise what
-only a bug raises. `make fuzz` runs this under the sanitizers; tests/test_fuzz.py has a few cases.
+A call must raise on both backends, or succeed on both and agree. No call may crash, or raise an
+exception that only a bug raises. `make fuzz` runs this under the sanitizers; tests/test_fuzz.py has
+a few cases.
 """
 
 import argparse
@@ -40,7 +41,7 @@ ERRORS = ValueError, TypeError, RuntimeError, NotImplementedError
 
 
 class Draw(random.Random):
-    """Random arguments. `defined` turns false where they leave open what the result is."""
+    """Draws random arguments; `defined` turns false if they leave the result undefined."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -71,7 +72,7 @@ class Draw(random.Random):
         return self.laid_out(x.to(dtype or self.dtype))
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Often the same values in other memory."""
+        """Returns the same values, often in another memory layout."""
         kind = self.choice([*["same"] * 12, *"TSOMVNLE"])
         if kind == "T" and x.ndim > 1:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -92,7 +93,7 @@ class Draw(random.Random):
         return x
 
     def wrong(self, x: Tensor) -> Any:
-        """A tensor that kernels cannot read, or of another shape."""
+        """Returns a tensor that kernels cannot read, or one of another dtype or shape."""
         if not is_plain(x):
             return x
         x = x.detach().resolve_neg()
@@ -164,7 +165,7 @@ class Draw(random.Random):
         tasks, batch = self.choice(TASKS), self.choice([[], [], [1], [3], [0], [2, 2]])
         rows = torch.randn(*batch, tasks, 2 * tasks, dtype=torch.float64, generator=self.noise)
         gramian = rows @ rows.mT * self.scale
-        if self.chance(0.3):  # singular, indefinite or not finite
+        if self.chance(0.3):  # singular, indefinite or non-finite
             self.defined = False
             gramian = self.choice([gramian - gramian.mean(), self.values(*gramian.shape)])
         options: dict[str, tuple[Any, ...]] = {
@@ -182,7 +183,7 @@ class Draw(random.Random):
         return (given, *options.get(name, ()), *counter)
 
     def arguments(self, name: str) -> list[Any]:
-        """Those of an operator, right ones but for a few."""
+        """Returns arguments of an operator, a few of them invalid."""
         if name.removesuffix("_weights") in SOLVERS:
             arguments = self.solver(name.removesuffix("_weights"))
         elif name == "task_priority":
@@ -232,7 +233,7 @@ class Draw(random.Random):
 
 
 def copied(arguments: Any) -> Any:
-    """The same values, strides and overlaps in other memory."""
+    """Copies tensors to new memory, with the same values, strides and overlaps."""
     memory: dict[int, Any] = {}
 
     def copy(x: Any) -> Any:
@@ -259,7 +260,7 @@ def written(name: str, arguments: Any) -> list[Tensor]:
 
 
 def overlapping(name: str, arguments: Any) -> bool:
-    """Whether a tensor that is written has memory of another argument, or of itself."""
+    """Whether a written tensor overlaps another argument or itself."""
     places = [x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if is_plain(x)]
     counts = Counter(places)
     return any(
@@ -269,7 +270,7 @@ def overlapping(name: str, arguments: Any) -> bool:
 
 
 def is_plain(x: object) -> bool:
-    """Whether it is a tensor with memory on the CPU."""
+    """Whether `x` is a strided tensor with memory on the CPU."""
     strided = isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu"
     return strided and not (x.is_quantized or x._is_zerotensor())
 
@@ -281,7 +282,7 @@ def is_folded(x: Tensor) -> bool:
 
 
 def in_range(x: Tensor) -> bool:
-    """Whether products of a tensor's elements are in the range of docs/limits.md, or NaN."""
+    """Whether products of the elements stay in the range of docs/limits.md; NaN is allowed."""
     wide = x.detach().double().abs()
     low, high = (1e-130, 1e130) if x.dtype is torch.float64 else (1e-18, 1e18)
     return not ((wide > high) | ((wide < low) & (wide > 0))).any()
@@ -294,7 +295,7 @@ def norm(x: Tensor) -> float:
 def difference(
     name: str, arguments: list[Any], found: list[Tensor], expected: list[Tensor], loose: bool
 ) -> str | None:
-    """What two backends disagree about; errors are relative to the norms of what is added up."""
+    """How two backends disagree, or None; errors are relative to the norms of the summands."""
     schema = getattr(torch.ops.cs_kernels, name).default._schema
     named = dict(zip([a.name for a in schema.arguments], arguments, strict=False))
     floating = [x for x in tree_leaves(arguments) if is_plain(x) and x.is_floating_point()]
@@ -321,9 +322,9 @@ def difference(
             if (size > torch.finfo(b.dtype).max / 8).any():
                 continue
         elif not b.is_floating_point():
-            bound, few = 0 * size, 1  # a strength that is almost another's
+            bound, few = 0 * size, 1  # one priority may differ where strengths almost tie
         elif grads:
-            if b.isnan().any() and None in grads:  # missing times NaN is zero or NaN
+            if b.isnan().any() and None in grads:  # a missing gradient times NaN may be zero or NaN
                 continue
             bound = precision * (size + sum(norm(g) for g in grads if g is not None) ** 2)
         else:
@@ -339,7 +340,7 @@ def difference(
 
 
 def outcome(name: str, arguments: list[Any], backend: str) -> Exception | list[Tensor]:
-    """The error, or the result and what is written."""
+    """The error, or the written tensors and the result."""
     with contextlib.nullcontext() if backend == "cpu" else cs.use_backend(backend):
         try:
             result = getattr(torch.ops.cs_kernels, name)(*arguments)
@@ -349,7 +350,7 @@ def outcome(name: str, arguments: list[Any], backend: str) -> Exception | list[T
 
 
 def under_a_mode(draw: Draw, name: str, arguments: list[Any]) -> None:
-    """A call with fake or batched tensors, which may raise."""
+    """Calls an operator with fake or batched tensors; the call may raise."""
     operator = getattr(torch.ops.cs_kernels, name)
     leaves, structure = tree_flatten(arguments)
     batched = [i for i, x in enumerate(leaves) if is_plain(x)]
@@ -381,7 +382,7 @@ def run_case(seed: int, backend: str) -> tuple[str, str]:
         return name, "under a mode"
     ours, theirs = copied(arguments), copied(arguments)
     found = outcome(name, ours, backend)
-    if any(x in (100, 1000) for x in tree_leaves(ours) if isinstance(x, int)):  # tasks
+    if any(x in (100, 1000) for x in tree_leaves(ours) if isinstance(x, int)):  # a number of tasks
         return name, "without the reference"
     expected = outcome(name, theirs, "reference")
     failed = isinstance(found, Exception)
@@ -401,7 +402,7 @@ def run_case(seed: int, backend: str) -> tuple[str, str]:
 
 
 def run(first: int, seconds: float, cases: int, backend: str, current: mmap.mmap) -> int:
-    """Makes calls until the time is over; returns the number of failures."""
+    """Makes calls until time is up; returns the number of failures."""
     warnings.simplefilter("ignore")
     if backend == "cuda":
         emulate()

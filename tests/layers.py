@@ -13,7 +13,7 @@ from cs_kernels.ops import backends, cuda
 from cs_kernels.ops.solvers import SOLVERS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's kernels run through its interpreter: smaller samples, as it is slow."""
+"""Triton's kernels run in its interpreter, which is slow, so samples are smaller."""
 
 EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 """A folder with the CUDA kernels compiled for this processor; see tests/emulation."""
@@ -25,11 +25,11 @@ GPU_BACKENDS = "triton", "cuda"
 """Their sums and products of a tile are in float32, for gradients from 1e-18 to 1e18."""
 
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
-"""The numbers of tasks for which a kernel has variants, or limits between them."""
+"""Numbers of tasks for which kernels have variants, or limits between variants."""
 
 
 def emulate() -> None:
-    """Puts the emulation in the place of the CUDA kernels."""
+    """Replaces the CUDA kernels with their emulation."""
     sys.path.append(os.environ["CS_KERNELS_EMULATION"])
     cuda.use_kernels(importlib.import_module("_emulation"))
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
@@ -41,11 +41,11 @@ SOLVER_OPTIONS = {
     "aligned_mtl": ("median",),
     "fair_grad": (2.0,),
 }
-"""Arguments of the solvers' operators after the Gramian, where there are some."""
+"""Arguments of the solvers' operators after the Gramian, if there are any."""
 
 
 def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
-    """The entry of `SOLVER_OPTIONS`; for GradVac, which changes its targets, a new tensor."""
+    """The entry of `SOLVER_OPTIONS`; for GradVac, which writes to its targets, a new tensor."""
     if name == "gradvac":
         return torch.full_like(gramian, 0.3, dtype=torch.float64), 0.1, 1, 2
     return SOLVER_OPTIONS.get(name, ())
@@ -98,7 +98,7 @@ def laid_out(tensor: Tensor, memory: str) -> Tensor:
             return tensor.contiguous(memory_format=torch.channels_last)
         if tensor.ndim == 5:
             return tensor.contiguous(memory_format=torch.channels_last_3d)
-        # The same for other ranks: the first two dimensions swapped in memory.
+        # Likewise for other numbers of dimensions: the first two are swapped in memory.
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if memory == "misaligned":
         storage = tensor.new_zeros(tensor.numel() + 1)
@@ -111,7 +111,7 @@ def laid_out(tensor: Tensor, memory: str) -> Tensor:
 
 @dataclass
 class Sample:
-    """Arguments of one layer's Phase 2."""
+    """The arguments of Phase 2 for one layer."""
 
     kind: Kind
     weight: Tensor

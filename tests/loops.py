@@ -1,4 +1,4 @@
-"""Training loops with captured and with eager steps, which have to train alike."""
+"""Training loops with captured and with eager steps, which must give the same results."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -65,7 +65,7 @@ class Loop:
 
 
 def numbers(*parts: Any) -> Any:
-    """The states of parts, with lists in place of tensors."""
+    """State dicts, with lists in place of tensors."""
     states = [part if isinstance(part, dict) else part.state_dict() for part in parts]
     return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, states)
 

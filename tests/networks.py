@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """A residual encoder and a transposed convolution; one layer has nothing behind it."""
+    """A residual encoder and a transposed convolution; one layer has no normalization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ PRIORITIZED = {
 
 
 class Composed(nn.Module):
-    """Modules, and a function of them and the input."""
+    """Modules, and a function that computes the output from them and the input."""
 
     number = 0
-    """That of the step, for a network that is not always the same."""
+    """The number of the step, for a network that changes from step to step."""
 
     def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Composed(nn.Module):
 def with_gradient(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
-    """A function that autograd knows by its gradient alone, and that may hide parameters."""
+    """An autograd function with its own backward pass, which may hide parameters from autograd."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -105,7 +105,7 @@ def with_gradient(
 
 
 def with_task_norms(trunk: nn.Module, tasks: list[str] = AB) -> nn.Module:
-    """Converted, with channels that differ between tasks."""
+    """Converts the batch normalizations, with scales that differ between tasks."""
     cs.nn.convert_task_batchnorm(trunk, tasks)
     for norm in cs.nn.task_norms(trunk):
         for child in norm.children():
@@ -167,7 +167,7 @@ def started(*arguments: Any, **options: Any) -> tuple[Setup, cs.MultiTaskOptimiz
 
 
 def stem_priority(setup: Setup) -> Tensor:
-    """The top-priority tasks of the stem's channels, from the scales and statistics of now."""
+    """The top-priority tasks of the stem's channels, from the current scales and statistics."""
     norms = [setup.trunk.stem_norm.of(task) for task in setup.tasks]
     strengths = cs.functional.connection_strength(
         setup.trunk.stem.weight,
@@ -179,7 +179,7 @@ def stem_priority(setup: Setup) -> Tensor:
 
 
 def projected_update(weight: Tensor, norm: nn.Module, grads: list[Tensor], kind: Kind) -> Tensor:
-    """The update of a prioritized layer by the paper's formulas, nothing of the package."""
+    """The update of a prioritized layer by the paper's formulas, without the package."""
     children = [*norm.children()]
     strengths = strength(
         weight.detach(),
@@ -197,7 +197,7 @@ def projected_update(weight: Tensor, norm: nn.Module, grads: list[Tensor], kind:
 
 
 def assert_equal(first: object, second: object) -> None:
-    """Tensors, or lists and dictionaries of them, bit for bit."""
+    """Compares tensors, or lists and dictionaries of them, bit for bit."""
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -214,7 +214,6 @@ def same_bits(first: object, second: object) -> bool:
 
 
 def saved(setup: Setup, *others: Any) -> list[dict[str, Any]]:
-    """A checkpoint."""
     parts = setup.trunk, setup.heads, setup.optimizer, *others
     return copy.deepcopy([part.state_dict() for part in parts])
 
@@ -231,7 +230,7 @@ def refused(
     error: type[Exception] | tuple[type[Exception], ...],
     match: str,
 ) -> Iterator[None]:
-    """Asserts that the block raises and leaves the state as it was."""
+    """Asserts that the block raises and leaves the state unchanged."""
     before = copy.deepcopy(state())
     with pytest.raises(error, match=match):
         yield
@@ -239,7 +238,7 @@ def refused(
 
 
 class Whole(nn.Module):
-    """Trunk and heads in one module: the heads are parameters of "trunk" too."""
+    """Trunk and heads in one module; passed as the trunk, it includes the heads."""
 
     def __init__(self, tasks: list[str] = AB) -> None:
         super().__init__()
@@ -264,14 +263,14 @@ def problem(
 
 def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     parameters = [p for module in modules for p in module.parameters()]
-    # The default on a GPU takes no shards beside whole tensors.
+    # The default on a GPU, foreach, does not mix sharded and whole tensors.
     return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 
 def optimizer_of(
     trunk: nn.Module, *arguments: Any, tasks: list[str] = AB, lr: float = 0.1, **options: Any
 ) -> cs.MultiTaskOptimizer:
-    """An optimizer that holds the parameters of the trunk alone."""
+    """An optimizer that holds only the trunk's parameters."""
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=lr), tasks, *arguments, **options)
 
 
@@ -283,7 +282,7 @@ def started_problem(
 
 
 def gradient_rows(parameters: list[nn.Parameter], losses: Iterable[Tensor]) -> Tensor:
-    """[K, N], from torch.autograd.grad."""
+    """The tasks' gradients, [K, N], from torch.autograd.grad."""
     grads = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
     return torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in grads])
 

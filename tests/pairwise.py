@@ -8,10 +8,10 @@ import pytest
 
 
 def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
-    """The indices of cases that have every combination of values of `width` parameters among them.
+    """The indices of cases that cover every combination of values of `width` parameters.
 
-    Greedy: each is one with the most combinations that those before it do not have; of cases with
-    single new values, one whose other values were taken least often.
+    Greedy: each case adds the most new combinations; with a width of 1, ties go to the case whose
+    values were taken least often.
 
     >>> covering([(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], 2)
     [0, 3, 5, 6]
@@ -35,10 +35,10 @@ def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
 
 
 def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
-    """The tests that run with `--full` alone.
+    """The tests that run only with `--full`.
 
-    Of a test that is marked `pairwise` or `each`, cases of every pair of values, or with every
-    value, stay, for each backend by itself; with `most` of 1, cases with every value.
+    For each backend, tests marked `pairwise` keep cases with every pair of values, and tests marked
+    `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}
@@ -49,7 +49,7 @@ def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
                 products[name, item.callspec.params.get("backend"), width].append(item)
     for (*_, width), cases in products.items():
         params = [{**item.callspec.params, "backend": None} for item in cases]
-        # Equal values of a product are one object.
+        # A product repeats each value as the same object.
         chosen = covering([tuple(map(id, of_case.values())) for of_case in params], width)
         result |= {*cases} - {cases[n] for n in chosen}
     return result

@@ -1,7 +1,7 @@
-"""The paper's formulas once more, as one would write them in torch, independent of the package.
+"""The paper's formulas in plain torch, independent of the package.
 
-In float64 they check the reference; in a tensor's own dtype they give the error that a kernel's is
-compared with.
+In float64 they check the reference; in a tensor's own dtype, their error is the yardstick for a
+kernel's error.
 """
 
 from math import prod
@@ -25,7 +25,7 @@ def strength(weight: Tensor, gamma: Tensor, var: Tensor, eps: list[float], kind:
 
 
 def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
-    """Algorithm 1, Phase 2, with the gradients replaced in turn as it is written: [O, fan-in]."""
+    """Algorithm 1, Phase 2, with one replacement after the other as in the paper: [O, fan-in]."""
     modified = [rows(g, kind).clone() for g in grads]
     for i in range(len(grads)):
         group = priority == i
@@ -40,7 +40,7 @@ def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
 
 
 def closed_form_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
-    """The same update as sum_j G_j + a_i G_i: what a kernel computes, in plain torch."""
+    """The same update as sum_j G_j + a_i G_i, the form that kernels compute."""
     matrices = torch.stack([rows(g, kind) for g in grads])
     total = matrices.sum(0)
     for i, g_i in enumerate(matrices):

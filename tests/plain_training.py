@@ -1,7 +1,7 @@
-"""A training loop in plain torch, for what the recipes train; nothing of the package is in it.
+"""A training loop in plain torch, with which recipes are compared; it does not use the package.
 
-Each task has a network of its own, with batch normalization as torch has it. All their other
-parameters are the same tensors.
+Each task has its own network, with torch's batch normalization. All other parameters are shared
+tensors.
 """
 
 import copy
@@ -22,7 +22,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Tensors and parameters are made in float64."""
+    """Creates tensors and parameters in float64."""
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -38,9 +38,10 @@ def _added(grads: Sequence[Gradients]) -> Gradients:
 
 
 class PlainTraining:
-    """The networks of some tasks, and the two phases.
+    """One network per task, and both phases.
 
-    Phase 2 is PCGrad without priorities, and the sum for None.
+    `prioritized` selects Phase 2: layers and their normalizations for connection strength, an empty
+    dict for PCGrad, None for the sum.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class PlainTraining:
         self.scaler = scaler
         self.reduction = reduction
         self.conflicts = 0
-        """The updates of Phase 2 that a projection has changed."""
+        """The number of Phase 2 updates that a projection has changed."""
         unique = {p: None for of_task in self.networks.values() for p in of_task.parameters()}
         self.optimizer = optimizer(unique, **options)
 
     def add_task(self, task: str, like: str) -> list[nn.Parameter]:
-        """Returns the parameters of its normalizations."""
+        """Adds a network with its own normalizations, and returns their parameters."""
         source = self.networks[like]
         network = self.networks[task] = copy.deepcopy(source)
         new = []
@@ -80,7 +81,7 @@ class PlainTraining:
         return new
 
     def gradients(self, task: str, micro_batches: Sequence[Batch]) -> Gradients:
-        """Of the sum of the losses, for the parameters that it depends on."""
+        """Gradients of the summed losses, for the parameters that they depend on."""
         parameters = [*self.networks[task].parameters()]
         found = []
         for batch in micro_batches:
@@ -94,7 +95,7 @@ class PlainTraining:
     def step(
         self, phase: int, micro_batches: Sequence[Batch], tasks: Sequence[str] | None = None
     ) -> None:
-        """Phase 1 or 2 of some tasks, or of all."""
+        """Makes a step of Phase 1 or 2, for some tasks or for all."""
         tasks = list(self.networks if tasks is None else tasks)
         if phase == 1:
             for task in tasks:
@@ -143,7 +144,7 @@ class PlainTraining:
         return update
 
     def _pcgrad(self, shared: list[nn.Parameter], *grads: Gradients) -> Gradients:
-        """Of two tasks, where the order does not matter."""
+        """PCGrad for two tasks, where the order does not matter."""
         one, other = (torch.cat([g[p].flatten() for p in shared]) for g in grads)
         dot = (one @ other).clamp(max=0)
         self.conflicts += bool(dot < 0)

@@ -16,7 +16,7 @@ from cs_kernels.ops import backends
 
 
 def _hang(right: Tensor) -> Tensor:
-    ctypes.PyDLL(None).pause()  # With the interpreter's lock, as in a launch that never returns.
+    ctypes.PyDLL(None).pause()  # Holds the interpreter's lock, like a launch that never returns.
     return right
 
 
@@ -40,7 +40,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def main(fault: str, backend: str, *rest: str) -> None:
-    """As `child.main`, with a wrong kernel."""
+    """Runs `child.main` with a faulty kernel."""
     if EMULATION:
         emulate()
     operators = backends._BACKENDS[backend].operators

@@ -1,4 +1,4 @@
-"""Networks with every kind of layer, in odd sizes, and how ranks train them."""
+"""Networks with every kind of layer, in odd sizes, and their training on ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from cs_kernels.ranks import buckets
 
 
 def shard(*modules: nn.Module, replicas: bool = False) -> None:
-    """Calls `fully_shard` on layers and then on the whole, over all ranks, or two replicas."""
+    """Calls `fully_shard` on each module, over all ranks or in two replicas."""
     from torch.distributed.fsdp import fully_shard  # This import takes a second.
 
     size, device = dist.get_world_size(), next(modules[0].parameters()).device.type
@@ -32,7 +32,7 @@ def shard(*modules: nn.Module, replicas: bool = False) -> None:
 def distributed(
     network: nn.Module, kind: str, *layers: nn.Module
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A network as ranks share it, and the options of its MultiTaskOptimizer."""
+    """A network distributed over ranks, and the options of its MultiTaskOptimizer."""
     if kind.startswith("DDP"):
         views = kind.endswith("views")
         network = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=views)
@@ -49,38 +49,38 @@ def optimizer_on_ranks(
     lr: float = 0.1,
     **options: Any,
 ) -> cs.MultiTaskOptimizer:
-    """An optimizer of all ranks that replicate a trunk; of one process where there are none."""
+    """An optimizer of a trunk that all ranks replicate; without ranks, of one process."""
     options = {"process_group": dist.group.WORLD, **options}
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, *heads, lr=lr), tasks, *arguments, **options)
 
 
 def part_of_this_rank(samples: Tensor, dim: int = 0) -> Tensor:
-    """The samples of this rank; all in one process."""
+    """The samples of this rank; in a single process, all samples."""
     if not dist.is_initialized():
         return samples
     return samples.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
 def conflicting_loss(y: Tensor, task: str) -> Tensor:
-    """The tasks have different targets, so their gradients are in conflict."""
+    """A loss whose target differs between tasks, so their gradients are in conflict."""
     return (y - TASKS.index(task)).square().mean()
 
 
 def whole_copies(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Copies of whole parameters."""
     return [
         (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters
     ]
 
 
 class Network:
-    """A trunk with fixed statistics, heads, data, and how it is distributed.
+    """A trunk with fixed statistics, heads and data, and how it is distributed.
 
-    Plain, grouped and transposed convolutions and linear layers; one has nothing behind it.
+    The trunk has plain, grouped and transposed convolutions and linear layers, one of them without
+    a normalization.
     """
 
     def __init__(self, kind: str, rank: int, size: int, *, heads_too: bool = False) -> None:
-        buckets.BUCKET_BYTES = 700  # Several buckets.
+        buckets.BUCKET_BYTES = 700  # Small enough for several buckets.
         torch.manual_seed(1)
         self.kind, self.rank, self.size = kind, rank, size
         plain = nn.Sequential(
@@ -107,14 +107,14 @@ class Network:
     def start(
         self, method: cs.Method, schedule: cs.Schedule | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        # The default on a GPU takes no shards beside whole tensors.
+        # The default on a GPU, foreach, does not mix sharded and whole tensors.
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9, foreach=False)
         given = self.trunk, self.optimizer, TASKS, method, schedule
         self.opt = cs.MultiTaskOptimizer(*given, **self.options, **options)
         return self.opt
 
     def start_phases(self, method: str, **options: Any) -> cs.MultiTaskOptimizer:
-        """Before steps of both phases."""
+        """Starts a schedule with steps of both phases."""
         opt = self.start(METHODS[method](), both_phases(), **options)
         opt.start_epoch(1)
         return opt
@@ -151,7 +151,7 @@ def both_phases() -> cs.Schedule:
 
 
 def trained(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], list[Any]]:
-    """Parameters, losses and reports of six steps."""
+    """Trains for six steps; returns the state, and each step's losses and report."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)
     losses, phases = [], set()
@@ -172,7 +172,7 @@ def assert_near(found: Any, expected: Any, rtol: float = 1e-6) -> None:
 def assert_trains_as_one_process(
     pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
 ) -> None:
-    """The case has a function that trains, how its network is distributed, the number of ranks."""
+    """A case: the function that trains, how it distributes its network, the number of ranks."""
     train, kind, size = case
     found = pools(size).agreed(train, size, kind, method)
     assert_near(found, on_its_device(0, train, size, "alone", method))
@@ -185,9 +185,10 @@ def names_of(cases: Iterable[tuple[Callable[..., Any], str, int]]) -> list[str]:
 def on_ranks(
     size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of a function that every rank runs; it returns the same bits on all.
+    """Makes a test of a function that must return the same bits on every rank.
 
-    With `alone`, one process has about the same, for these arguments in place of the ranks'.
+    With `alone`, a single process must return nearly the same, with these arguments in place of the
+    ranks'.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -210,7 +211,7 @@ def on_ranks(
 
 
 class Sent(TorchDispatchMode):
-    """Counts collectives: of numbers by name, with their elements, and of the hosts' messages."""
+    """Counts collectives on tensors and their elements by name, and the hosts' messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class Sent(TorchDispatchMode):
 
 
 class BrokenError(Exception):
-    """That of one rank."""
+    """An error that only one rank raises."""
 
 
 class Dense(nn.Module):

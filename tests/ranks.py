@@ -1,6 +1,6 @@
-"""Processes that train together in tests, each a rank, with gloo on this machine.
+"""Test processes that train together, one per rank, with gloo on this machine.
 
-With CS_KERNELS_TEST_RANKS=cuda in the environment, with NCCL on its GPUs.
+With CS_KERNELS_TEST_RANKS=cuda in the environment, they use NCCL on its GPUs.
 """
 
 import gc
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 DEVICE = os.environ.get("CS_KERNELS_TEST_RANKS", "cpu")
-"""The type of device on which ranks make their tensors, and one process to compare with them."""
+"""The type of device on which ranks, and the one process they are compared with, make tensors."""
 
 TIMEOUT = timedelta(minutes=15)
-"""Only against waiting forever."""
+"""It only prevents waiting forever."""
 
 
 def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function with the device of a rank as the default; its results come on the CPU."""
+    """Calls a function with a rank's device as the default; moves its results to the CPU."""
     device = torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
     if DEVICE == "cuda":
         torch.cuda.set_device(device)
@@ -37,16 +37,16 @@ def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
-    """Runs the functions that it is sent, until there are no more."""
+    """Runs the functions that it receives, until the connection closes."""
     torch.use_deterministic_algorithms(DEVICE == "cpu")  # New tensors are filled with NaN.
-    gc.freeze()  # What was imported: collections between the functions are short.
-    os.environ["LOCAL_RANK"] = str(rank)  # As torchrun sets it.
+    gc.freeze()  # Garbage collections skip imported objects, and stay short.
+    os.environ["LOCAL_RANK"] = str(rank)  # As torchrun does.
     for number in itertools.count():
         try:
             function, arguments = connection.recv()
         except EOFError:
             return
-        # Anew for each function: its threads end with it.
+        # Each function gets a new group, whose threads end with it.
         dist.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
             init_method=f"file://{store}{number}",
@@ -63,7 +63,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             answer = False, traceback.format_exc()
         gc.collect()
         if answer[0]:
-            # The end of the group would be an error for a rank that still waits for a message.
+            # Destroying the group would fail a rank that still waits for a message.
             connection.send(answer)
             connection.recv()
         dist.destroy_process_group()
@@ -108,7 +108,7 @@ class Ranks:
         return [result for _, result in answers]
 
     def agreed(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `run`, which all ranks have bit for bit."""
+        """The result of `run`, which must have the same bits on all ranks."""
         first, *others = self.run(function, *arguments)
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: the toy problem, and plain loops that train it."""
+"""Shared by the recipes' tests: the toy problem, and plain loops that train it."""
 
 import importlib
 import re
@@ -14,16 +14,16 @@ from plain_training import PlainTraining, largest_difference
 from torch import Tensor, nn
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
-sys.path.insert(0, str(FOLDER))  # As that of a script is.
+sys.path.insert(0, str(FOLDER))  # As for a script in this folder.
 
 import toy  # noqa: E402
 
 TASKS = toy.TASKS
 PRIORITIZED = {"trunk.0.weight": "trunk.1", "trunk.3.weight": "trunk.4"}
 PHASES = [1] * 6 + [2] * 6
-"""Of Switch(2), in four epochs of three steps."""
+"""The phases of Switch(2), in four epochs of three steps."""
 MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
-"""Of Mixed(epochs=4, seed=0, draw="step")."""
+"""The phases of Mixed(epochs=4, seed=0, draw="step")."""
 
 
 def recipe(name: str) -> Any:
@@ -35,14 +35,14 @@ def recipe(name: str) -> Any:
 
 
 def stated(module: Any, which: int = 0) -> float:
-    """A tolerance in the docstring."""
+    """A tolerance that the recipe's docstring states."""
     return float(re.findall(r"\bto\s(\de-\d+)", module.__doc__)[which])
 
 
 def assert_equal_as_stated(
     module: Any, found: nn.Module, expected: dict[str, Tensor], which: int = 0
 ) -> None:
-    """To a tolerance in the docstring; the numbers of batches exactly."""
+    """Compares to the docstring's tolerance; the numbers of batches must be equal."""
     tolerance = stated(module, which)
     state = found.state_dict()
     difference = largest_difference(state, expected)
@@ -71,7 +71,7 @@ def plain_training(
 
 
 def plain_pcgrad(**options: Any) -> PlainTraining:
-    """Without normalization."""
+    """PCGrad on a network without normalization."""
     return plain_training(toy.make_network(normalized=False), prioritized={}, **options)
 
 
@@ -90,7 +90,7 @@ def trained(
     steps: Steps | None = None,
     labeled: Sequence[Sequence[str] | None] = (None,),
 ) -> dict[str, Tensor]:
-    """Epoch after epoch, until the last phase; some of the tasks may have labels in a step."""
+    """Makes one step per phase; `labeled` has each step's tasks, or None for all."""
     steps = steps_of() if steps is None else steps
     for n, phase in enumerate(phases):
         plain.step(phase, steps[n % len(steps)], labeled[n % len(labeled)])

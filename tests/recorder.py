@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What a GPU refuses in a capture: numbers that the host reads, or copies from pageable memory.
+# A capture on a GPU refuses host reads of numbers, and copies from pageable memory.
 _REFUSED = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::lift_fresh"}
 _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 
@@ -28,7 +28,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _alias(leaf: Any) -> Any:
-    """A tensor with the same memory, whose shape stays as it is."""
+    """An alias of a tensor, which keeps its own shape."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
@@ -37,15 +37,15 @@ def _address(tensor: Tensor) -> int:
 
 
 class _Tape(TorchDispatchMode):
-    """Records operators; those of autograd's backward passes too."""
+    """Records operators, including those of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self._known: dict[int, Tensor] = {}
-        """A tensor for each storage, which is kept: addresses are not given out again."""
+        """Keeps one tensor per storage alive, so that no address is reused."""
         self._before: list[tuple[Tensor, Tensor]] = []
-        """The bytes of storages from outside, and copies of them."""
+        """The bytes of storages from outside, and copies of these bytes."""
         self._new: list[Tensor] = []
         """The bytes of storages that were allocated."""
 
@@ -67,7 +67,7 @@ class _Tape(TorchDispatchMode):
         return result
 
     def _not_seen(self, tree: Any) -> list[Tensor]:
-        """One tensor of each storage that is seen for the first time."""
+        """One tensor per storage that has not been seen before."""
         found = {_address(tensor): tensor for tensor in _tensors(tree)}
         new = [tensor for address, tensor in found.items() if address not in self._known]
         self._known.update((_address(tensor), _alias(tensor)) for tensor in new)
@@ -94,13 +94,13 @@ class _Tape(TorchDispatchMode):
 
 
 class Recorder:
-    """For `cs_kernels.engine.cuda_graphs.DEVICES`."""
+    """Replaces the CUDA graphs in `cs_kernels.engine.cuda_graphs.DEVICES`."""
 
     capturing: ClassVar[bool] = False
     captures: ClassVar[int] = 0
     replays: ClassVar[int] = 0
     operators: ClassVar[list[str]] = []
-    """Those of the last capture."""
+    """The operators of the last capture."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"

@@ -59,11 +59,11 @@ NETWORKS = ("task norms", "layer norm", "routed")
 EVENTS = ("", "resumed", "failed", "partial labels")
 ON_RANKS = ("Sum", "PCGrad", "PCGrad by layer", "ConnectionStrength", "GradDrop", "UPGrad kept")
 BY_LAYER = (*(m for m in METHODS if "by layer" in m), "ConnectionStrength", "Sum")
-"""The methods that `step_together` takes."""
+"""The methods that `step_together` supports."""
 
 
 class Trunk(nn.Module):
-    """Two layers and a normalization; where tasks are routed, a layer of each task beside one."""
+    """Two layers and a normalization; a "routed" network adds one layer per task."""
 
     def __init__(self, network: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Training:
         return scale * (self.heads[task](z) - TASKS.index(task)).square().mean()
 
     def run(self, number: int, tasks: list[str], *, fails: bool = False) -> None:
-        """Makes a step, or one that fails in the last task's passes."""
+        """Makes a step; with `fails`, the passes of its last task fail."""
         self.opt.start_epoch(number // 2)
         x = data(number)
 
@@ -160,7 +160,7 @@ class Training:
         self.losses += made.values()
 
     def hash(self) -> str:
-        """Of parameters, buffers, statistics, both states and the losses."""
+        """Hashes modules, the states of both optimizers, and the losses."""
         state = self.opt.state_dict(), self.adam.state_dict(), self.losses
         modules = self.trunk.state_dict(), self.heads.state_dict()
         digest = hashlib.sha256()
@@ -174,7 +174,7 @@ class Training:
 
 
 def data(number: int) -> Tensor:
-    """The batch of a step."""
+    """The batch of a step, a different one on each rank."""
     shift = dist.get_rank() if dist.is_initialized() else 0
     return torch.randn(8, 5, generator=torch.Generator().manual_seed(10 * number + shift))
 
@@ -206,7 +206,7 @@ def outcome(event: str, *setting: str) -> str:
 
 
 def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
-    """Every training: its event, method, weighting, way, schedule and network."""
+    """The settings of all trainings: event, method, weighting, way, schedule and network."""
     for method, way, event, network in itertools.product(METHODS, WAYS, EVENTS, NETWORKS):
         if way == "together" and method not in BY_LAYER:
             continue
@@ -225,7 +225,7 @@ def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
 
 
 def on_a_rank(rank: int, wrap: str, chosen: list[tuple[str, ...]]) -> list[str]:
-    """The outcomes of trainings on many ranks."""
+    """Runs trainings on one of many ranks; returns their outcomes."""
     return [outcome(*setting, wrap) for setting in chosen]
 
 

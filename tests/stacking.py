@@ -1,4 +1,4 @@
-"""Networks for `step_together`, and steps with it against steps with `step`."""
+"""Networks for `step_together`, and comparisons of its steps with `step`."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ BY_LAYER = cs.MGDA(groups="layer")
 
 
 def together(setup: Setup, batch: int) -> Callable[[RunTrunk], dict[str, Tensor]]:
-    """The losses of `Setup.closure`."""
+    """The losses of `Setup.closure`, for `step_together`."""
     x, targets = setup.batches[batch]
 
     def forward(run: RunTrunk) -> dict[str, Tensor]:
@@ -41,9 +41,9 @@ class Case:
     """A network, and how it is trained."""
 
     network: nn.Module
-    """Its `number` is the step's."""
+    """Its `number` is set to the number of the step."""
     x: Any
-    """The trunk's input, or a function that gets the trunk, or `run`, and the network."""
+    """The trunk's input, or a function of the trunk (or of `run`) and the network."""
     loss: Callable[[Any, Any, str], Tensor] = opposed
     """Gets the network, an output of the trunk, and the task."""
     tasks: Sequence[str] = (*AB,)
@@ -56,9 +56,9 @@ class Case:
     def trained(
         self, way: str, steps: int = 3, **options: Any
     ) -> tuple[cs.MultiTaskOptimizer, list[tuple[list[object], list[Any]]]]:
-        """Steps of a copy; its optimizer, and the facts and numbers after each.
+        """Trains a copy; returns its optimizer, and the facts and numbers after each step.
 
-        With the way "mixed", step 2 alone is made by `step`.
+        With the way "mixed", `step` makes step 2 and `step_together` all others.
         """
         network, options = copy.deepcopy((self.network, options))
         weights = options.get("weighting", cs.EqualWeights()).parameters()
@@ -112,7 +112,7 @@ def assert_alike(
 
 
 def squares(x: Tensor) -> Callable[[RunTrunk], dict[str, Tensor]]:
-    """A loss per task, alike but for what its normalizations do."""
+    """One loss per task; the losses differ only by the tasks' normalizations."""
     return lambda run: {task: z.square().mean() for task, z in run(x).items()}
 
 
@@ -171,7 +171,7 @@ def normed(inputs: int, outputs: int) -> nn.Module:
 
 
 def branches(tasks: Sequence[str] = AB) -> nn.Module:
-    """Two outputs, of which a task uses one, or a task both."""
+    """A trunk with two outputs; a task uses one of them, or both."""
 
     def run(trunk: Any, x: Tensor) -> list[Tensor]:
         x = trunk.stem(x)

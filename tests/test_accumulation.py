@@ -1,4 +1,4 @@
-"""Micro-batches: gradients that add up, and what would lose them."""
+"""Micro-batches: gradients add up, and calls that would lose them are refused."""
 
 import copy
 import pickle
@@ -64,7 +64,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
             opt.backward(losses, update=n == parts)
             if n < parts:
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
-                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # A mark.
+                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1: a mark.
         assert opt.state_dict()["steps"] == 1
     assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
@@ -77,7 +77,7 @@ class Changing(cs.Schedule):
 
 
 class Loop:
-    """A training loop in letters, of which each is a call."""
+    """A training loop written as letters, one per call."""
 
     def __init__(self, method: cs.Method, *, several: bool = False) -> None:
         self.model, self.loss, *_ = problem()
@@ -139,7 +139,7 @@ LETTERS: dict[str, Callable[[Loop], object]] = {
 LEFT = r"still in \.grad.*update=False"
 WAIT = r"update=False\) wait for their update"
 REFUSED = {
-    # A loop that takes a second backward for accumulation.
+    # Loops that mistake a second backward for accumulation.
     **dict.fromkeys(("LL", "LS", "wLL", "LsLL"), LEFT),
     **dict.fromkeys(("wS", "w1S"), "step would forget.*update=False"),
     **dict.fromkeys(("ws", "wws"), WAIT),
@@ -150,7 +150,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("letters", REFUSED)
 def test_refused_calls(letters: str) -> None:
-    """They change nothing; without the gradients, the loop goes on."""
+    """A refused call changes nothing; the loop can go on once the gradients are dropped."""
     loop = Loop(cs.PCGrad()).play(letters[:-1])
     before = loop.state()
     for _ in range(2):
@@ -162,15 +162,15 @@ def test_refused_calls(letters: str) -> None:
 
 EQUAL = {
     **dict.fromkeys(("wzL", "wZL", "ba", "wrL", "w1z2L", "wfrL", "wzfL"), "L"),
-    **dict.fromkeys(("wRL", "wLc", "w1L"), "wL"),  # The phase is that in which an update began.
+    **dict.fromkeys(("wRL", "wLc", "w1L"), "wL"),  # An update keeps the phase in which it began.
     **dict.fromkeys(("wr", "wzs"), ""),
     **dict.fromkeys(("FttT", "wzFttT"), "FL"),
     **dict.fromkeys(("LZL", "iL"), "LzL"),  # A scaler skips the step of an overflow.
     **dict.fromkeys(("wzS", "wZS"), "S"),
-    # What was dropped is not said after a new start.
+    # A new start cancels the warning about dropped gradients.
     "wfsL": "sL",
     "wfSL": "SL",
-    # An optimizer step between begins anew, too.
+    # An optimizer step in between is a new start, too.
     "wzsos": "os",
     "wZsoswZS": "osS",
     "FwzsoswzS": "FosS",
@@ -182,7 +182,7 @@ EQUAL = {
     [(cs.PCGrad(), False), (cs.PCGrad(), True), (cs.GradDrop(), False), (cs.Sum(), True)],
 )
 def test_equal_loops(method: cs.Method, several: bool) -> None:
-    """Gradients that wait outside `.grad` are forgotten with those that are in it."""
+    """Dropping the gradients in `.grad` also drops those that wait elsewhere."""
     for letters, others in EQUAL.items():
         first, second = (Loop(method, several=several).play(x) for x in (letters, others))
         torch.testing.assert_close(first.state(), second.state(), rtol=1e-9, atol=1e-12)
@@ -190,7 +190,7 @@ def test_equal_loops(method: cs.Method, several: bool) -> None:
 
 @pytest.mark.parametrize("forgotten", range(3))
 def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
-    """Only that of the heads, which get no update, may step when it likes."""
+    """Only the optimizer of the heads, which surgery leaves out, may skip a step."""
     torch.manual_seed(0)
     trunk, heads = nn.Linear(3, 4), nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
     parts = [trunk.weight], [trunk.bias], [*heads.parameters()]
@@ -216,7 +216,7 @@ def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
 
 
 class Old:
-    """An optimizer that updates `.data`, behind versions, and has no hooks."""
+    """An optimizer without hooks that writes to `.data`, unseen by version counters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
@@ -253,7 +253,7 @@ def test_an_update_that_one_optimizer_without_hooks_has_not_used() -> None:
 
 @pytest.mark.parametrize("kind", [Old, OldWithHooks])
 def test_an_optimizer_that_writes_behind_versions(kind: Any) -> None:
-    """Beside another one, an optimizer without hooks cannot be noticed."""
+    """Its steps cannot be detected, but the loop must train on."""
     model, loss, *_ = problem()
     optimizers = [kind([*model.trunk.parameters()]), sgd_of(model.heads)]
     opt = cs.MultiTaskOptimizer(model.trunk, optimizers, AB, cs.PCGrad())
@@ -283,7 +283,7 @@ def _freed(loop: Loop) -> dict[str, Tensor]:
 def test_a_failed_micro_batch_ends_the_update(
     method: cs.Method, failing: Callable[..., Any], error: type[Exception]
 ) -> None:
-    """Gradients that wait are dropped for all causes, and the next call says so, once."""
+    """Any failure drops the waiting gradients; the next call says so, once."""
     loop = Loop(method).play("ww")
     with pytest.raises(error):
         loop.opt.backward(failing(loop), update=False)
@@ -307,10 +307,10 @@ def test_a_failed_micro_batch_ends_the_update(
     ],
     ids=["zero_grad of heads", "clipped heads", "backward", "clipped", "backward of a layer"],
 )
-def test_every_gradient_must_stay_as_it_is(
+def test_every_gradient_must_stay_unchanged(
     method: cs.Method, change: Callable[[Whole], object]
 ) -> None:
-    """Also a head's, and with methods that keep no rows."""
+    """Heads' gradients count too, as do methods that keep no rows."""
     loop = Loop(method).play("w")
     change(loop.model)
     match = "must stay unchanged until the update.*clip, unscale or add"

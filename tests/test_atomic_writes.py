@@ -1,4 +1,4 @@
-"""Checkpoints of the recipes: a kill in the midst of a write leaves one to resume from."""
+"""Checkpoints of the recipes: after a kill during a write, one remains to resume from."""
 
 import io
 import os
@@ -54,7 +54,7 @@ for _ in range(int(sys.argv[3])):
 
 @pytest.mark.parametrize("way", ["atomic", "plain"])
 def test_a_kill_at_a_random_moment_leaves_a_readable_file(way: str, tmp_path: Path) -> None:
-    """`torch.save` on a path does not, which shows that the kills hit."""
+    """`torch.save` to a path leaves unreadable files, which shows that kills hit writes."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a.pt"), way, str(KILLS)]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -68,9 +68,9 @@ def test_a_kill_at_a_random_moment_leaves_a_readable_file(way: str, tmp_path: Pa
 def test_the_disk_has_the_file_before_its_name_and_the_name_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A power failure leaves a whole file too."""
+    """Even a power failure then leaves a whole file."""
     path, done = tmp_path / "a", []
-    (tmp_path / "a.new").write_bytes(b"longer than the new one")  # Of a killed process.
+    (tmp_path / "a.new").write_bytes(b"longer than the new one")  # Left by a killed process.
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -86,7 +86,7 @@ def test_the_disk_has_the_file_before_its_name_and_the_name_at_the_end(
 
 
 class _KilledError(Exception):
-    """In place of a kill."""
+    """Simulates a kill."""
 
 
 TRAIN: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Choosing a backend, and what the compiled one has to survive."""
+"""The choice of a backend; the compiled one with forks, threads and other sources."""
 
 import json
 import multiprocessing
@@ -50,7 +50,7 @@ def _output(program: str, **environment: str) -> str:
 
 @pytest.fixture
 def projection() -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients and a priority of a layer, and its update."""
+    """Gradients, the priority and the update of a layer."""
     grads, priority = torch.randn(3, 256, 64, 3, 3), torch.arange(256) % 3
     return grads, priority, cs.functional.project_conflicts(grads, priority)
 
@@ -73,7 +73,7 @@ def test_names_and_reasons() -> None:
 
 @pytest.mark.slow
 def test_a_module_that_was_not_built_is_reported_as_such(tmp_path: Path) -> None:
-    """The reason is not a circular import."""
+    """The reported reason is not a circular import."""
     package = Path(cs.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so"))
     program = f"""
@@ -147,7 +147,7 @@ def test_every_instruction_set_agrees() -> None:
 
 
 def test_after_fork(projection: tuple[Tensor, Tensor, Tensor]) -> None:
-    """As in a data loader's worker, where torch allows itself one thread."""
+    """A data loader's workers are forks, too, in which torch uses one thread."""
     grads, priority, expected = projection
     update = torch.empty_like(expected).share_memory_()
 
@@ -193,7 +193,7 @@ def test_memory_is_poisoned() -> None:
 
 
 def test_tensors_on_different_devices_give_no_address_away() -> None:
-    """A GPU's kernel would read the host's memory, or the other way round."""
+    """Otherwise, a GPU kernel would read host memory, or vice versa."""
 
     def launch(*_: object, **__: object) -> None:
         raise AssertionError("launched")
@@ -222,7 +222,7 @@ def test_tensors_on_different_devices_give_no_address_away() -> None:
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton", "cuda"])
 def test_a_backend_has_every_operator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked when it is first used, not when the one that is missing is called."""
+    """A missing operator is reported when its backend is first used, not when it is called."""
     backends = cs.ops.backends
     module = backends._BACKENDS[name].module_name
     assert set(backends._operators.__wrapped__(module)) == set(backends.OPERATORS)
@@ -233,7 +233,7 @@ def test_a_backend_has_every_operator(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_module_of_other_sources_is_refused() -> None:
-    """After an update of the package, say, without a build."""
+    """It happens after an update of the package without a build."""
     program = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("cs_kernels._C", {_C.__file__!r})

@@ -64,7 +64,7 @@ def test_bad_closure(
     schedule: cs.Schedule,
     warm: bool,
 ) -> None:
-    """Of the last task in a joint step. The failed step leaves nothing inside either."""
+    """The failed step leaves no trace: later steps equal those of a run without it."""
     setups = [started(schedule=schedule) for _ in range(2)]
     for setup, opt in setups if warm else ():
         opt.step(setup.closure(0))
@@ -119,7 +119,7 @@ def test_bad_task_names(tasks: list[str], error: type[Exception], message: str) 
 
 @BOTH_PHASES
 def test_no_covered_layer(schedule: cs.Schedule) -> None:
-    """There are layers and normalizations, but never one right after the other."""
+    """Layers and normalizations exist, but no normalization directly follows a layer."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB), schedule=schedule)
@@ -154,7 +154,7 @@ def _on_two_devices() -> None:
 
 
 def _before(call: Callable[[Setup, cs.MultiTaskOptimizer], object], **options: Any) -> None:
-    """Before the first step, which changes nothing."""
+    """Makes a call before the first step; the call must change nothing."""
     setup, opt = started(**options)
     before = setup.state()
     try:
@@ -317,7 +317,7 @@ TYPES: list[tuple[Callable[[], object], str]] = [
     (lambda: update(W, G, V, GRADS.double()), "grads.*float32.*float64"),
     (lambda: gramian(G.long()), "grads must be one of"),
     (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
-    # A new solver's options, say: they must not be taken for none.
+    # Options that no solver takes must not pass as an empty list.
     *((partial(checked_options, W, *given), OPTIONS) for given in ((1.0, 2.0), (5,), (None,))),
 ]
 TIMES: list[tuple[Callable[[], object], str]] = [
@@ -350,7 +350,7 @@ def test_bad_arguments(error: type[Exception], call: Callable[[], object], messa
     ],
 )
 def test_bad_counter(backend: str, counter: Tensor, error: type[Exception], message: str) -> None:
-    """Also without a tensor to write."""
+    """The counter is checked even in a call without tensors."""
     update = zeros(4)
     for updates, grads in (([update], [W[:, 0]]), ([], [])):
         with refused(lambda: update, error, message):
@@ -491,7 +491,7 @@ def test_kernels_touch_no_wrong_memory(backend: str, call: tuple[Any, ...], mess
 def test_layouts_leave_no_element_unwritten(
     backend: str, dim: int, groups: int, message: str
 ) -> None:
-    """The channels would be too few for the tensor, or their number would overflow."""
+    """Such layouts have too few channels for the tensor, or overflow their number."""
     updates, grads, tensor = [zeros(4, 3)], [ones(4, 3)] * 2, ones(4, 3)
     rows = (groups * 3) % 2**64 if dim == 1 and groups > 0 else 4
     priorities, statistics = [zeros(rows if rows < 99 else 2).long()], [ones(2, 4)] * 2

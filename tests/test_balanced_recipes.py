@@ -32,7 +32,7 @@ def loss_of_batch(network: nn.Module, task: str, images: Tensor, target: Tensor)
 
 
 class PlainBalance:
-    """Weighs exact gradients of the trunk by the weights that those of the step before give."""
+    """Scales the trunk's exact gradients by task weights from the previous step's gradients."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PlainBalance:
         self.conflicts = 0
 
     def step(self, micro_batches: Sequence[tuple[str, Any, Any]], parts: int = 1) -> None:
-        """Each loss is divided by the number of parts."""
+        """Divides each loss by the number of parts."""
         parameters = [*self.network.parameters()]
         grads: dict[str, list[Tensor]] = {}
         for task, *batch in micro_batches:
@@ -79,7 +79,7 @@ def _toy_network() -> tuple[nn.Module, nn.Module]:
 
 
 def plain_toy(epochs: int = 4) -> PlainBalance:
-    """Steps of four micro-batches and of the two that are left, each of which counts a quarter."""
+    """Makes steps of four and of the last two micro-batches; each loss is divided by four."""
     plain = PlainBalance(*_toy_network())
     batches = toy.make_task_batches()
     for _ in range(epochs):
@@ -112,7 +112,7 @@ def plain_transformers(folder: Path) -> tuple[PlainBalance, list[tuple[str, Tens
 
 
 def test_transformers(float64: None, accelerate: Any, tmp_path: Path) -> None:
-    """The Trainer divides by the batches that a step has, and clips weighted gradients."""
+    """The Trainer divides by the number of batches in a step, and clips weighted gradients."""
     module = recipe("balanced_transformers")
     plain, batches = plain_transformers(tmp_path)
     trainer = module.train(str(tmp_path), max_grad_norm=0.5, **SEQUENTIAL)
@@ -142,7 +142,7 @@ def _trainer_on_a_rank(rank: int, folder: str) -> tuple[dict[str, Any], Tensor]:
 def test_transformers_on_many_ranks(
     float64: None, accelerate: Any, pools: Pools, tmp_path: Path
 ) -> None:
-    """Two ranks, each of which has the batches of one task."""
+    """Each of the two ranks has the batches of one task."""
     plain, batches = plain_transformers(tmp_path)
     for _ in range(3):
         plain.step(batches[:6], 6)
@@ -154,7 +154,7 @@ def test_transformers_on_many_ranks(
 
 
 def test_transformers_resumed(accelerate: Any, tmp_path: Path) -> None:
-    """In the middle and at the end of an epoch, with dropout and shuffled batches."""
+    """Training stops in the middle or at the end of an epoch, with dropout and shuffled batches."""
     module = recipe("balanced_transformers")
     options = {"save_steps": 1, "use_cpu": True}
     straight = module.train(str(tmp_path), **options)
@@ -207,7 +207,7 @@ def test_loop(float64: None, tmp_path: Path) -> None:
 
 
 def _on_a_rank(rank: int, sharded: bool) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Whole parameters, and the numbers of every step."""
+    """Trains; returns the state dict with whole parameters, and the numbers of every step."""
     network, history = recipe("balanced_ranks").train(sharded=sharded)
     return get_model_state_dict(network, options=StateDictOptions(full_state_dict=True)), history
 
@@ -215,7 +215,7 @@ def _on_a_rank(rank: int, sharded: bool) -> tuple[dict[str, Any], list[dict[str,
 @pytest.mark.ranks
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks(pools: Pools, sharded: bool) -> None:
-    """Two ranks, whose parameters and weights agree, against one process with whole batches."""
+    """Two ranks, with equal parameters and weights, against one process with whole batches."""
     plain = PlainBalance(*_toy_network())
     batches = toy.make_task_batches()
     state, history = pools(2).agreed(_on_a_rank, sharded)

@@ -36,7 +36,7 @@ class Network(nn.Module):
         self.double()
 
     def forward(self, x: Tensor, task: str) -> Tensor:
-        """The loss of a task; those of later tasks are larger."""
+        """The loss of a task; later tasks have larger losses."""
         scale = TASKS.index(task)
         return (self.heads[task](self.trunk(x)) - scale).square().mean() * 10**scale
 
@@ -68,7 +68,7 @@ class Training:
 
 
 def _plain_grads(training: Training, step: int, tasks: tuple[str, ...] = TASKS) -> list[Tensor]:
-    """The gradients that a plain loop gives these parameters, with the balancer's weights."""
+    """The gradients of a plain loop with the balancer's weights."""
     network, balancer = training.network, training.balancer
     sums = [torch.zeros(()) for _ in network.parameters()]
     for task in tasks:
@@ -92,7 +92,7 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
-    """By the weights of the step before; heads are not. Some tasks are absent in some steps."""
+    """Only in the trunk, by the previous step's weights. A task is absent in one step."""
     if isinstance(method, cs.DBMTL):
         pytest.skip("test_losses_for_the_method has it")
     training = Training(copy.deepcopy(method))
@@ -107,8 +107,8 @@ def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
         assert not weights.allclose(torch.ones_like(weights))
 
 
-def test_weights_are_those_of_the_method() -> None:
-    """For the exact products: this trunk has fewer parameters than the sketch has places."""
+def test_weights_equal_the_method() -> None:
+    """The products are exact, as this trunk has fewer parameters than the sketch has bins."""
     training = Training(cs.NashMTL())
     network = training.network
     rows = []
@@ -172,7 +172,7 @@ def test_micro_batches_add_up() -> None:
 
 
 def test_one_pass_between_the_steps_that_solve() -> None:
-    """`backward` gives the gradients of passes for each task, heads unweighted."""
+    """`backward` equals one pass per task, with unweighted heads."""
     one, several = (Training(cs.UPGrad(), every=3) for _ in "12")
     passes = 0
 
@@ -196,7 +196,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [6, 7, 8, 11, 12][step]  # The first step checks passes by three more.
+        assert passes == [6, 7, 8, 11, 12][step]  # The first step's check makes three.
 
 
 class _Inside(torch.autograd.Function):
@@ -270,7 +270,7 @@ def test_passes_through_one_graph_must_be_repeatable() -> None:
 
 
 def test_parameters_frozen_before_their_pass_are_left_out() -> None:
-    """Their gradients do not arrive in `.grad`, so the method does not see them either."""
+    """Such gradients do not arrive in `.grad`, so the method does not see them either."""
     training = Training(cs.UPGrad())
     first, _, second, _ = training.network.trunk
     for n, task in enumerate(TASKS):
@@ -287,7 +287,7 @@ def test_parameters_frozen_before_their_pass_are_left_out() -> None:
 
 
 class _Kept(torch.autograd.Function):
-    """Multiplies a weight by 1, and returns its gradient in one buffer from every pass."""
+    """The identity; its backward pass returns all gradients in the same buffer."""
 
     buffer = torch.zeros(40, 6, dtype=torch.float64)
 
@@ -302,7 +302,7 @@ class _Kept(torch.autograd.Function):
 
 @pytest.mark.parametrize(("small", "most"), [(0, 64), (500, 64), (500, 3), (4096, 64)])
 def test_small_gradients_are_sketched_together(monkeypatch: Any, small: int, most: int) -> None:
-    """Also from memory that the next pass of the block overwrites."""
+    """Some lie in memory that the next pass of the block overwrites."""
     monkeypatch.setattr("cs_kernels.balancing.sketches._SMALL", small)
     monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_SMALL", most)
     training = Training(cs.UPGrad())
@@ -348,7 +348,7 @@ def _weights_stay(training: Training) -> Iterator[None]:
     assert training.balancer.weights == before
 
 
-def test_non_finite_gradients_leave_weights_alone() -> None:
+def test_non_finite_gradients_do_not_change_weights() -> None:
     training = Training(cs.GradVac())
     training.step(0)
     state = training.balancer.state_dict()["method"]["state"]["targets"]
@@ -368,7 +368,7 @@ def test_non_finite_gradients_leave_weights_alone() -> None:
 
 
 def test_a_step_that_the_scaler_skips() -> None:
-    """It ends no step, and counts in no other; the scale is no part of the products."""
+    """A skipped step does not count, not even in the next one; products exclude the scale."""
     scaled, plain = (Training(cs.NashMTL()) for _ in "12")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled.balancer.close()
@@ -396,7 +396,7 @@ def test_a_step_that_the_scaler_skips() -> None:
 
 
 def test_absent_tasks_and_zero_gradients() -> None:
-    """They keep their last norm and cosines; a pair never together is taken as orthogonal."""
+    """They keep their last norm and cosines; pairs never seen together count as orthogonal."""
     training = Training(cs.MGDA())
     training.step(0, ("a",))
     assert training.balancer.weights["b"] == 1
@@ -420,7 +420,7 @@ def test_absent_tasks_and_zero_gradients() -> None:
 
 
 def _steps_of(method: cs.Method, *steps: dict[str, Tensor | None], **options: Any) -> Any:
-    """A balancer after steps with these gradients of one parameter, by task."""
+    """A balancer after steps with the given gradients of one parameter, by task."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     sgd = torch.optim.SGD([p], lr=0.0)
     balancer = cs.GradientBalancer([p], ["a", "b"], method, sgd, **options)
@@ -439,8 +439,8 @@ _A, _B = torch.tensor([1.0, 0, 0]).double(), torch.tensor([-1.0, 1, 0]).double()
 
 
 @pytest.mark.parametrize("method", GRAMIAN_METHODS, ids=repr)
-def test_norms_that_move_while_a_task_is_absent(method: cs.Method) -> None:
-    """The Gramian is that of the last gradients where these have kept their directions."""
+def test_norms_change_while_a_task_is_absent(method: cs.Method) -> None:
+    """The Gramian combines the latest norms with the last cosines."""
     if isinstance(method, cs.DBMTL | cs.GradVac | cs.PCGrad):
         pytest.skip("it reads losses, or draws by the step")
     balancer = _steps_of(copy.deepcopy(method), {"a": 100 * _A, "b": _B}, {"a": _A})
@@ -451,7 +451,7 @@ def test_norms_that_move_while_a_task_is_absent(method: cs.Method) -> None:
 
 
 def test_dropped_passes_do_not_count() -> None:
-    """`zero_grad` and the next batch, after a spike."""
+    """After a spike, the loop calls `zero_grad` and takes the next batch."""
     step = {"a": _A, "b": _B}
     dropped = {"a": 1000 * _A, "b": _B, "drop": None}
     found = _steps_of(cs.NTKMTL(), step, dropped, step)
@@ -461,7 +461,7 @@ def test_dropped_passes_do_not_count() -> None:
 
 @pytest.mark.parametrize("dropped", ["p", "q"])
 def test_dropped_passes_of_other_parameters(dropped: str) -> None:
-    """The dropped pass reaches p or q alone; the next one reaches both."""
+    """The dropped pass reaches only p or only q; the next pass reaches both."""
     p, q = (nn.Parameter(torch.zeros(3).double()) for _ in "12")
     balancer = cs.GradientBalancer([p, q], ["a"], cs.Sum())
     alone = p if dropped == "p" else q
@@ -475,7 +475,7 @@ def test_dropped_passes_of_other_parameters(dropped: str) -> None:
 
 
 def test_losses_of_steps_that_a_scaler_skips() -> None:
-    """The scale is no part of a loss, and the loss of a skipped step does not count."""
+    """The scale is not part of a loss, and a skipped step's loss does not count."""
     weights = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
         p = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -532,7 +532,7 @@ def test_losses_of_blocks_without_gradients_count() -> None:
 
 @pytest.mark.parametrize("hooked", ["parameter", "node"])
 def test_gradients_that_a_hook_moves(hooked: str) -> None:
-    """As optimizers in hooks, and main gradients: `.grad` is None after every pass."""
+    """Optimizers in hooks and main gradients do this: `.grad` is None after every pass."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     moved = torch.zeros(3, dtype=torch.float64)
 
@@ -542,7 +542,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
         p.grad = None
 
     node = torch.autograd.graph.get_gradient_edge(p).node
-    if hooked == "node":  # As Megatron's.
+    if hooked == "node":  # As Megatron does.
         node.register_hook(move)
     else:
         p.register_post_accumulate_grad_hook(move)
@@ -559,7 +559,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
 
 
 def test_weights_stay_in_a_step_without_gradients() -> None:
-    """Also those of a method that has others for no gradients."""
+    """They stay even if the method would give other weights for zero gradients."""
     step = {"a": 300 * _A, "b": _B}
     method = cs.Clipped(cs.Sum(), 1.0)
     expected = _steps_of(method, step).weights
@@ -567,7 +567,7 @@ def test_weights_stay_in_a_step_without_gradients() -> None:
         assert _steps_of(method, step, other).weights == expected
 
 
-def test_every_step_solves_until_all_tasks_were_there() -> None:
+def test_every_step_solves_until_all_tasks_were_seen() -> None:
     balancer = _steps_of(cs.NTKMTL(), {"a": _A}, {"a": _A, "b": 9 * _B}, {"a": _A}, every=2)
     assert balancer.weights["b"] != 1
     assert balancer.report().steps.tolist() == [[3, 1], [1, 1]]
@@ -616,7 +616,7 @@ def test_frozen_thawed_and_converted_parameters() -> None:
 
 
 def _plain_grads_of_training(training: Training, step: int) -> list[Tensor]:
-    """As `_plain_grads`, with some parameters frozen."""
+    """Like `_plain_grads`, for networks with frozen parameters."""
     shadow = copy.deepcopy(training.network)
     sums = []
     for task in TASKS:
@@ -651,7 +651,7 @@ def test_an_exception_drops_the_sketches() -> None:
 
 
 def test_passes_outside_of_any_task() -> None:
-    """They have the weight 1, and are in no sketch."""
+    """They have weight 1, and enter no sketch."""
     training = Training(cs.NashMTL())
     training.step(0)
     training.adam.zero_grad()
@@ -754,7 +754,7 @@ def test_a_resumed_run_is_the_same(method: cs.Method, options: dict[str, int]) -
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: it steps in the last micro-batch alone, and has no hooks."""
+    """Like Accelerate's wrapper: it has no hooks, and steps only in the last micro-batch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -818,7 +818,7 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
 def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-    _made().close()  # Nothing is left of the failed one.
+    _made().close()  # The failed one has left nothing behind.
 
 
 def test_misuse() -> None:
@@ -839,7 +839,7 @@ def test_misuse() -> None:
     with pytest.warns(UserWarning, match=r"no gradient .* has arrived"), balancer.task("b"):
         pass
     with warnings.catch_warnings(), balancer.task("b"):
-        warnings.simplefilter("error")  # Once for each task.
+        warnings.simplefilter("error")  # Warns once per task.
     with pytest.raises(ValueError, match="losses must hold the loss of at least one task"):
         balancer.backward({})
     with pytest.raises(ValueError, match=r"losses must have tasks of .*got 'd'"):
@@ -868,8 +868,8 @@ def test_misuse() -> None:
     training.network(training.batch(0, "a"), "a").backward()
 
 
-def test_a_report_says_how_sure_it_is() -> None:
-    """Cosines from small sketches deviate by the errors that it gives."""
+def test_a_report_states_its_errors() -> None:
+    """Cosines from small sketches deviate by about the errors that the report gives."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(20_000))
     first, other = torch.randn(20_000), torch.randn(20_000)

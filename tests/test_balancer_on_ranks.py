@@ -18,9 +18,9 @@ _STEPS = 4
 
 
 def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]:
-    """Parameters, weights and products after some steps, and the elements that each has sent.
+    """Trains; returns parameters, weights, products, and the elements that each step sends.
 
-    Task "c" is absent on the first rank in one step, and everywhere in another.
+    Task "c" is absent on the first rank in one step, and on all ranks in another.
     """
     torch.manual_seed(1)
     trunk = nn.Sequential(nn.Linear(6, 41), nn.Tanh(), nn.Linear(41, 30))
@@ -30,7 +30,7 @@ def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]
         whole = nn.parallel.DistributedDataParallel(whole, find_unused_parameters=True)
     if kind.startswith("fully_shard"):
         shard(trunk[0], trunk[2], whole, replicas=kind.endswith("2-D"))
-    # The default on a GPU takes no shards beside whole tensors.
+    # The default on a GPU, foreach, does not mix sharded and whole tensors.
     sgd = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9, foreach=False)
     balancer = cs.GradientBalancer(trunk.parameters(), TASKS, getattr(cs, method)(), sgd, every=2)
     sent = []
@@ -59,7 +59,7 @@ def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]
 
 
 class _Whole(nn.Module):
-    """What DistributedDataParallel wraps."""
+    """The module that DistributedDataParallel wraps."""
 
     def __init__(self, network: nn.ModuleDict) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Whole(nn.Module):
     ("kind", "size"), [("DDP", 2), ("DDP", 3), ("fully_shard", 2), ("fully_shard 2-D", 4)]
 )
 def test_ranks_train_as_one_process(pools: Pools, kind: str, size: int, method: str) -> None:
-    """To the rounding of sketches; weights have the same bits on all ranks."""
+    """Results agree up to the rounding of sketches; weights have the same bits on all ranks."""
     found = pools(size).agreed(_trained, kind, method)
     expected = pools(1).agreed(_trained, "alone", method)
     for name in ("weights", "gramian", "counts"):
@@ -84,7 +84,7 @@ def test_ranks_train_as_one_process(pools: Pools, kind: str, size: int, method: 
 
 
 def test_what_a_step_sends(pools: Pools) -> None:
-    """With DistributedDataParallel, its own reduction, and the sketches."""
+    """A step with DDP sends DDP's own reduction, and sketches in the steps that solve."""
     found = pools(2).agreed(_trained, "DDP")
     numel = sum(p.numel() for p in found["state"])
     sketches = 3 * 2048  # The trunk has 1,547 parameters.
@@ -94,7 +94,7 @@ def test_what_a_step_sends(pools: Pools) -> None:
 
 
 def _uneven(rank: int, how: str) -> tuple[Tensor, Tensor]:
-    """Products and weights after a step in which one rank has no block, or an exception."""
+    """Products and weights after training; in one step, one rank has no block, or raises."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     sgd = torch.optim.SGD([p], lr=0.0)
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), sgd)
@@ -116,7 +116,7 @@ def _uneven(rank: int, how: str) -> tuple[Tensor, Tensor]:
 
 
 def test_ranks_that_differ_in_a_step(pools: Pools) -> None:
-    """The step after it is as if it had not been."""
+    """A block that raises counts like an absent one."""
     pairs = [pools(2).agreed(_uneven, how) for how in ("absent", "exception")]
     torch.testing.assert_close(pairs[0], pairs[1])
 

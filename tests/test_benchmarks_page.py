@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_page_agrees_with_the_records() -> None:
-    # With the standard library alone.
+    # -S: the script needs only the standard library.
     command = [sys.executable, "-S", "-E", str(ROOT / "bench" / "page.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0
 
@@ -44,7 +44,7 @@ def test_pictures_of_times_show_the_records(name: str, look: str) -> None:
     """A marker's position follows the logarithm of its time; a marker's row is its method."""
     page = runpy.run_path(str(ROOT / "bench" / "page.py"))
     times, panels = page["times"], page["panels_of_times"](name)
-    if name == "methods":  # The title: 4 tasks, ResNet-18.
+    if name == "methods":  # As the title says: 4 tasks, ResNet-18.
         cases = page["last"](name, "resnet18")["cases"]
         cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
         assert list(panels[""].items())[1:] == [(c["method"], times(c)) for c in cases]

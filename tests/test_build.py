@@ -1,4 +1,4 @@
-"""Who gets the CUDA kernels; setup.py decides before it compiles."""
+"""Which builds get CUDA kernels; setup.py decides before it compiles."""
 
 import os
 import re
@@ -37,7 +37,7 @@ Toolkit = tuple[int, int] | None
 def _install(folder: Path, version: str) -> Path:
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "version.py").write_text(version)
-    # Whoever imports it runs no further.
+    # An import of this torch ends the process.
     (folder / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     return folder
 
@@ -59,7 +59,7 @@ def _install(folder: Path, version: str) -> Path:
         (SILENT, (13, 0), False, "0", f"{NO_ANSWER}, and no NVIDIA driver"),
     ],
 )
-def test_who_can_use_them_gets_them(
+def test_who_gets_the_kernels(
     torch: Torch | None, toolkit: Toolkit, driver: bool, option: str, reason: str
 ) -> None:
     decision = decide(None, toolkit, torch, driver)
@@ -67,12 +67,12 @@ def test_who_can_use_them_gets_them(
 
 
 @pytest.mark.parametrize(("version", "torch"), VERSION_FILES)
-def test_what_a_torch_tells(tmp_path: Path, version: str, torch: Torch) -> None:
+def test_the_version_file_of_torch(tmp_path: Path, version: str, torch: Torch) -> None:
     assert installed_torch([_install(tmp_path, version)]) == torch
 
 
 def test_the_first_torch_counts(tmp_path: Path) -> None:
-    """As it does for an import; folders that do not exist have none."""
+    """The first folder wins, as in an import; missing folders are skipped."""
     (without, _), (with_cuda, _), *_ = VERSION_FILES
     one, other = _install(tmp_path / "a", with_cuda), _install(tmp_path / "b", without)
     assert installed_torch([tmp_path / "none", one, other]) == CUDA
@@ -84,19 +84,19 @@ def test_the_first_torch_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("toolkit", [None, (11, 8), (13, 0)])
 def test_a_request_overrides(torch: Torch | None, driver: bool, toolkit: Toolkit) -> None:
-    """Also without a toolkit: then CMake fails."""
+    """A request for a build without a toolkit also counts: CMake then fails."""
     for option in "01":
         assert decide(option, toolkit, torch, driver).option == option
     for option in ("auto", ""):
         assert decide(option, toolkit, torch, driver) == decide(None, toolkit, torch, driver)
 
 
-def test_a_request_that_is_not_known() -> None:
+def test_an_unknown_request() -> None:
     with pytest.raises(ValueError, match=re.escape("must be 0, 1 or auto, got 'yes'")):
         decide("yes", (13, 0), None, True)
 
 
-def test_one_line_says_what_why_and_how_to_change_it() -> None:
+def test_one_line_explains_the_decision() -> None:
     assert str(decide(None, (13, 0), CPU, True)) == (
         "CUDA kernels: no: torch 2.13.0+cpu in this environment has no CUDA"
         " (CS_KERNELS_CUDA=1 builds them)"
@@ -108,7 +108,7 @@ def test_one_line_says_what_why_and_how_to_change_it() -> None:
 
 
 def test_the_library_of_the_driver() -> None:
-    """Toolkits have libraries of its name, and images without a driver have toolkits."""
+    """Toolkits contain libraries of the same name, which do not prove that there is a driver."""
     line = "\tlibcuda.so.1 (libc6,x86-64) => {}/libcuda.so.1\n"
     other = "\tlibcudart.so.13 (libc6,x86-64) => /usr/local/cuda/lib64/libcudart.so.13\n"
     assert library_cached(other + line.format("/lib/x86_64-linux-gnu"))
@@ -136,7 +136,7 @@ def test_the_module_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_version_of_the_toolkit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, version: Toolkit
 ) -> None:
-    """As CMake does, it prefers CUDACXX to the path."""
+    """Like CMake, it prefers CUDACXX to the path."""
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f"#!/bin/sh\n{program}\n")
     nvcc.chmod(0o755)
@@ -150,8 +150,8 @@ def test_the_version_of_the_toolkit(
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_environment_is_that_of_the_prefix(tmp_path: Path, isolated: bool) -> None:
-    """An isolated build by pip removes its packages from the path alone. Nothing imports torch."""
+def test_torch_is_found_by_the_prefix(tmp_path: Path, isolated: bool) -> None:
+    """Torch is found without an import, even if pip's isolated build hides it from sys.path."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     _install(packages, VERSION_FILES[1][0])
@@ -175,7 +175,7 @@ def test_the_package_tells_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_compiled_module_has_kernels_or_the_reason() -> None:
-    """What this build decided is what users are told."""
+    """Users are told what this build decided."""
     assert hasattr(_C, "cuda") != hasattr(_C, "without_cuda")
     if hasattr(_C, "without_cuda"):
         assert _C.without_cuda in (cs.available_backends()["cuda"] or "")

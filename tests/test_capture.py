@@ -1,4 +1,4 @@
-"""Captured steps: replays train as eager steps do, bit by bit, in a model of CUDA graphs."""
+"""Captured steps: in a stand-in for CUDA graphs, replays equal eager steps bit for bit."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.loop
 
 @pytest.fixture(autouse=True)
 def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps on the CPU are captured."""
+    """Captures steps on the CPU with the recorder."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "captures", 0)
     monkeypatch.setattr(Recorder, "replays", 0)
@@ -46,7 +46,7 @@ def trained_alike(train: Callable[..., Loop]) -> Loop:
 
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_steps(name: str) -> None:
-    """Losses, parameters, buffers, gradients and states; after the warm-up all are replays."""
+    """Losses, parameters, buffers, gradients and states agree; all steps after warm-up replay."""
     trained_alike(lambda captured: CASES[name](captured=captured).train())
     phases = 2 if name in ("Switch", "Mixed", "FAMO") else 1
     assert Recorder.captures == phases
@@ -58,7 +58,7 @@ def test_replays_are_steps(name: str) -> None:
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
 def test_a_captured_run_resumes(name: str) -> None:
-    """In both ways, captured and eager; what was saved does not change in later replays."""
+    """It resumes captured or eager; later replays do not change what was saved."""
     first = CASES[name](captured=True).train(0, 7)
     states = saved(first.setup, first.opt)
     kept = first.opt.state_dict()
@@ -76,7 +76,7 @@ def test_a_captured_run_resumes(name: str) -> None:
 
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
 def test_replays_draw_anew(method: cs.Method) -> None:
-    """On gradients that stay: three directions, each in conflict with the others; dropout too."""
+    """Gradients are constant, in three directions that conflict; for Sum, dropout draws."""
     trunk = nn.Linear(2, 1, bias=False)
     directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), TASKS, method)
@@ -92,7 +92,7 @@ def test_replays_draw_anew(method: cs.Method) -> None:
 
 
 def _other_steps_between(captured: bool) -> Loop:
-    """The counter follows, and `.grad` is that of the last step."""
+    """The counter follows, and `.grad` belongs to the last step."""
     loop = Loop(cs.GradDrop(), captured=captured)
     for number in range(10):
         loop.train(number, number + 1)
@@ -104,7 +104,7 @@ def _other_steps_between(captured: bool) -> Loop:
 
 
 def _a_learning_rate_in_a_tensor(captured: bool) -> Loop:
-    """It changes in every step."""
+    """A scheduler changes it in every step."""
     loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
     rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
     return loop.train(stop=8, rate=rate)
@@ -121,7 +121,7 @@ def _a_scaler(captured: bool) -> Loop:
 
 
 def _a_batch_whose_gradients_are_not_finite(captured: bool) -> Loop:
-    """Nash-MTL keeps nothing of it for the steps after it."""
+    """Nash-MTL keeps no state from it."""
     loop = Loop(cs.NashMTL(), captured=captured)
     loop.setup.batches[6][1].fill_(torch.inf)
 
@@ -152,7 +152,7 @@ def test_events_after_which_nothing_is_captured_again(
 
 
 def _replace_norm(loop: Loop, _: int) -> None:
-    """With the same parameters; a step sees it before the captured one does."""
+    """The new one has the same parameters; an eager step runs before the next captured step."""
     old, new = loop.setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
     new.weight, new.bias = old.weight, old.bias
     loop.setup.trunk.stem_norm.depth = new
@@ -164,7 +164,7 @@ def _replace_buffer(norm: nn.Module) -> None:
 
 
 def _move(loop: Loop, _: int) -> None:
-    """The parameters stay the same objects and get other memory, as by `module.to`."""
+    """As `module.to` does, keeps the parameter objects and moves their memory."""
     for parameter in loop.setup.trunk.parameters():
         parameter.data = parameter.data.clone()
 
@@ -175,7 +175,7 @@ def _option(loop: Loop, _: int) -> None:
 
 
 def _load_weighting(loop: Loop, _: int) -> None:
-    """A step of other tasks has other cached weights."""
+    """A step with other tasks caches other weights."""
     loop.opt.weighting.load_state_dict(loop.opt.weighting.state_dict())
     loop.opt.step(loop._loss, TASKS[:2])
 
@@ -243,7 +243,7 @@ def test_a_warmup_counts_steps_that_were_made() -> None:
 
 
 def test_snapshots_stay_outside() -> None:
-    """Replays do not copy running statistics for steps that fail."""
+    """Replays do not copy running statistics to undo failed steps."""
     for schedule in (cs.Joint(), cs.Sequential()):
         Loop(cs.PCGrad(), schedule, captured=True).train(stop=3)
         assert "aten::native_batch_norm" in Recorder.operators
@@ -256,7 +256,7 @@ def test_without_graphs_every_call_is_a_step(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Counting(cs.GramianMethod):
-    """A method of a user, with a state on the host."""
+    """A user's method, with state on the host."""
 
     def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
         return gramian.new_ones(len(gramian))
@@ -266,7 +266,7 @@ class Counting(cs.GramianMethod):
 
 
 class Ramp(cs.Weighting):
-    """By the number of the step."""
+    """Weights losses by the number of the step."""
 
     def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
         return loss * step.number
@@ -315,14 +315,16 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (_capture_without_momentum, r"momentum=None in up_norm\.depth"),
     ],
 )
-def test_what_replays_would_get_wrong(capture: Callable[[], object], message: str) -> None:
+def test_replays_that_would_be_wrong_are_refused(
+    capture: Callable[[], object], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         capture()
     assert Recorder.captures == 0
 
 
 class Counted(torch.optim.SGD):
-    """Counts on the host."""
+    """Counts its steps on the host."""
 
     def step(self, closure: None = None) -> None:
         super().step()
@@ -339,7 +341,7 @@ class Counted(torch.optim.SGD):
 def test_numbers_of_the_host_in_a_capture(
     optimizer: Callable[..., torch.optim.Optimizer], weighting: cs.Weighting | None, message: str
 ) -> None:
-    """The steps before it are as ever."""
+    """Steps before the capture work as usual."""
     model, loss, *_ = problem()
     sgd = optimizer(model.parameters(), lr=0.1)
     opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad(), weighting=weighting)
@@ -351,7 +353,7 @@ def test_numbers_of_the_host_in_a_capture(
 
 
 def test_autocast_around_a_captured_step() -> None:
-    """Its cache has weights cast to half precision, which the graph would read for ever."""
+    """The graph would read the half-precision weights in autocast's cache forever."""
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -391,7 +393,7 @@ def test_a_capture_around_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
 def test_a_capture_that_fails_changes_nothing(schedule: cs.Schedule) -> None:
-    """Nor do later steps differ."""
+    """Later steps do not change either."""
     wrong: list[str] = []
 
     def start(captured: bool) -> Loop:

@@ -46,7 +46,7 @@ def examine(
     ],
 )
 def test_a_fault_is_a_result(pair: tuple[str, str], fault: str, outcome: str, detail: str) -> None:
-    """The other checks go on."""
+    """The other checks still run."""
     results = examine(pair, fault)
     assert [r.check for r in results] == NAMES
     assert [r.outcome for r in results] == ["ok", outcome, "ok"]
@@ -55,13 +55,13 @@ def test_a_fault_is_a_result(pair: tuple[str, str], fault: str, outcome: str, de
 
 
 def test_a_hang_is_a_result(pair: tuple[str, str]) -> None:
-    """The detail says where."""
+    """The detail says where it hangs."""
     results = examine(pair, "hang", seconds=10)
     assert [r.outcome for r in results] == ["ok", "hang", "ok"]
     assert re.match(r"(?s)no answer within 10 s\n.*in _hang\n", results[1].detail)
 
 
-def test_a_backend_that_goes_on_crashing_is_left() -> None:
+def test_a_backend_that_keeps_crashing_is_abandoned() -> None:
     results = examine(("cpu", "cpu"), "crash", ["gramian", "combine_", "gramian", "combine_"])
     assert [r.outcome for r in results] == ["crash", "ok", "crash", "not run"]
     results = examine(("cpu", "cpu"), "crash at the start")
@@ -76,7 +76,7 @@ def test_nan_is_an_error() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_wait_for_the_gpu_is_wrong(pair: tuple[str, str]) -> None:
+def test_a_host_synchronization_is_wrong(pair: tuple[str, str]) -> None:
     result = examine(pair, "waits", ["gramian"])[0]
     if pair[1] == "cuda":
         assert result.outcome == "wrong"

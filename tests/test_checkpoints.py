@@ -1,4 +1,4 @@
-"""State dictionaries: a resumed run goes on bit by bit, and one that does not fit is refused."""
+"""State dicts: a resumed run is bit-equal, and a state that does not fit is refused."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.loop
 def test_resumed_run_is_bit_equal(
     optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
 ) -> None:
-    """Interrupted in the middle of an epoch, with a learning-rate schedule on the optimizer."""
+    """It stops in the middle of an epoch; a scheduler changes the learning rate."""
 
     def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
         setup = Setup(optimizer=optimizer, **options)
@@ -86,7 +86,7 @@ KINDS = dict.fromkeys(TASKS, "regression")
 def test_a_copy_trains_on_bit_equal(
     copied: Callable[[Any], Any], method: cs.Method, schedule: cs.Schedule, weighting: cs.Weighting
 ) -> None:
-    """The whole object, with the network and the torch optimizer."""
+    """The copy includes the network and the torch optimizer."""
     setup = Setup()
     method, weighting = copy.deepcopy((method, weighting))
     if weighting.parameters():
@@ -191,7 +191,7 @@ def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
 
 
 def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:
-    """A stand-in for a checkpoint that was mapped to another device than training is on."""
+    """Simulates a checkpoint on another device than the losses."""
     weighting = cs.DynamicWeightAverage()
     weighting.start_epoch(0)
     weighting.observe(cs.Step(losses={"a": torch.tensor(1.0)}))

@@ -15,7 +15,7 @@ TASKS = ["a", "b"]
 
 
 class Problem:
-    """Two linear layers and a head for each task, in float64; the tasks are in conflict."""
+    """Two linear layers and a head per task, in float64; the tasks are in conflict."""
 
     def __init__(self) -> None:
         torch.manual_seed(2)
@@ -33,7 +33,7 @@ class Problem:
         return cs.MultiTaskOptimizer(self.trunk, self.sgd, TASKS, method)
 
     def gradients(self, of: Sequence[Tensor], z: Tensor | None = None) -> list[Tensor]:
-        """A flat gradient for each task."""
+        """One flat gradient per task."""
         losses = [self.loss(task, z) for task in TASKS]
         rows = [torch.autograd.grad(loss, of, retain_graph=True) for loss in losses]
         return [torch.cat([g.flatten() for g in row]) for row in rows]
@@ -44,7 +44,7 @@ def clipped(gradients: Sequence[Tensor], limit: float) -> list[Tensor]:
 
 
 def pcgrad(gradients: Sequence[Tensor]) -> Tensor:
-    """With two tasks, the order of the projections does not matter."""
+    """PCGrad for two tasks, where the order of the projections does not matter."""
     a, b = gradients
     dot = torch.dot(a, b)
     if dot >= 0:
@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[Callable[[], cs.Method], Callable[[Sequence[Tensor]], T
 @pytest.mark.parametrize("way", ["step", "backward", "features"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("limit", [0.3, 1e9])
-def test_update_is_that_of_clipped_gradients(name: str, way: str, limit: float) -> None:
+def test_the_update_of_clipped_gradients(name: str, way: str, limit: float) -> None:
     problem = Problem()
     make, combined = METHODS[name]
     opt = problem.opt(cs.Clipped(make(), limit))
@@ -99,7 +99,7 @@ def test_reports_have_norms_from_before_clipping() -> None:
 
 
 def test_by_layer_each_module_is_clipped() -> None:
-    """By `step` and, with task-specific normalization, by one pass for all tasks."""
+    """It is clipped with `step` and, if normalization is task-specific, with `step_together`."""
     limit = 0.05
 
     def trained(together: bool) -> tuple[Tensor, nn.Module, list[Tensor]]:
@@ -150,7 +150,7 @@ def test_kept_weights_keep_the_factors() -> None:
 
 
 def test_a_function_of_the_norms() -> None:
-    """All gradients clipped to the median of their norms."""
+    """Clips all gradients to the median of their norms."""
     method = cs.Clipped(cs.Sum(), lambda norms: norms.median(-1, keepdim=True).values)
     gramian = torch.diag(torch.tensor([16.0, 1.0, 4.0])).double()
     torch.testing.assert_close(method.weights(gramian), torch.tensor([0.5, 1, 1]).double())
@@ -159,7 +159,7 @@ def test_a_function_of_the_norms() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_gradients_that_are_zero_or_not_finite(bad: float) -> None:
+def test_zero_and_non_finite_gradients(bad: float) -> None:
     method = cs.Clipped(cs.Sum(), 1.0)
     gramian = torch.diag(torch.tensor([0.0, 4.0])).double()
     assert method.weights(gramian).tolist() == [1.0, 0.5]
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_method_is_refused() -> None:
         other.opt(cs.Clipped(cs.PCGrad(), 1.0)).load_state_dict(state)
 
 
-def test_what_it_prints() -> None:
+def test_representations() -> None:
     assert (
         repr(cs.Clipped(cs.PCGrad(seed=3), 2.0)) == f"Clipped({cs.PCGrad(seed=3)!r}, max_norm=2.0)"
     )

@@ -25,7 +25,7 @@ _ops = torch.ops.cs_kernels
 def _trunk(
     tasks: int, dtype: torch.dtype, memory: str = "contiguous", missing: bool = False
 ) -> list[Tensor | None]:
-    """Gradients of a tensor of each shape; every third one missing on request."""
+    """Gradients of a tensor of each shape; with `missing`, some are None."""
     grads: list[Tensor | None] = [
         laid_out(torch.randn(shape).to(dtype), memory) for shape in SHAPES for _ in range(tasks)
     ]
@@ -36,7 +36,7 @@ def _trunk(
 
 
 def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
-    """[K, N], zeros for what is missing."""
+    """The gradients of all tensors, [K, N], with zeros where they are missing."""
     of_tensors = [
         torch.stack([torch.zeros(shape) if g is None else g for g in grads[t * tasks :][:tasks]])
         for t, shape in enumerate(SHAPES)
@@ -45,14 +45,14 @@ def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
 
 
 def _written(operator: Callable[..., None], like: Tensor, memory: str, *arguments: Any) -> Tensor:
-    """The values that an operator writes into a tensor of each shape, in one."""
+    """Concatenates what an operator writes into a tensor of each shape."""
     updates = [laid_out(like.new_empty(shape), memory) for shape in SHAPES]
     operator(updates, *arguments)
     return torch.cat([update.flatten() for update in updates]).double()
 
 
 def _dropped(grads: Any, leak: float = 0.0, step: int = 0, *draw: Any) -> Tensor:
-    """The update of one tensor with the seed 3; `draw` has a counter and offsets."""
+    """The update of one tensor with seed 3; `draw` is a counter and offsets."""
     update = torch.full_like(grads[0], torch.nan)
     _ops.drop_signs_([update], list(grads), [leak] * len(grads), 3, step, len(grads), *draw)
     return update
@@ -66,7 +66,7 @@ def _dropped(grads: Any, leak: float = 0.0, step: int = 0, *draw: Any) -> Tensor
 def test_gramian_and_weighted_sum(
     backend: str, dtype: torch.dtype, tasks: int, memory: str, missing: bool
 ) -> None:
-    """At most twice the error of the same in the gradients' dtype, or the roundings of sums."""
+    """Errors are at most twice those of torch in the gradients' dtype, or a few roundings."""
     grads, group_of = _trunk(tasks, dtype, memory, missing), [0] * len(SHAPES)
     rows = _rows(grads, tasks, dtype)
     result = _ops.gramian(grads, group_of, 1, tasks)[0]
@@ -83,7 +83,7 @@ def test_gramian_and_weighted_sum(
     plain = torch.zeros_like(rows[0])
     for w, row in zip(weights[0].to(dtype), rows, strict=True):
         plain += w * row
-    # Each addition of float64 rounds; the others are added in more than their own precision.
+    # Each addition in float64 rounds; other dtypes are added in a higher precision.
     roundings = tasks if dtype is torch.float64 else 1
     rounding = roundings * torch.finfo(dtype).eps * exact.abs().max()
     assert (result - exact).abs().max() <= max(2 * (plain.double() - exact).abs().max(), rounding)
@@ -91,7 +91,7 @@ def test_gramian_and_weighted_sum(
 
 @pytest.mark.parametrize("shape", [None, ()])
 def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
-    """Tensors of a group add up to one Gramian, and take its weights; scalars too."""
+    """A group's tensors share one Gramian and its weights; so do scalars."""
     grads, group_of = _trunk(3, torch.float64), [1, 0, 2, 1]
     if shape == ():
         grads = [grad.flatten()[0] for grad in grads]
@@ -113,18 +113,19 @@ def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
 @pytest.mark.parametrize("tasks", [4, 9] if SMALL else [1, 2, 4, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_drop_signs(backend: str, dtype: torch.dtype, tasks: int, memory: str, leak: float) -> None:
-    """The same choices as the reference, element by element, in every memory layout."""
+    """Each element's choice equals the reference's, in every memory layout."""
     grads = _trunk(tasks, dtype, memory, missing=tasks > 2)
     rows = _rows(grads, tasks, dtype)
     arguments = rows, memory, grads, [leak * i for i in range(tasks)], 3, 11, tasks
     results = [_written(run, *arguments) for run in (reference.drop_signs_, _ops.drop_signs_)]
     error = (results[0] - results[1]).abs()
-    # Where the share is within rounding of the draw, the choice may differ: one element in 2^24.
+    # Where the share is within rounding of the drawn number, the choice may differ: one element in
+    # 2^24.
     assert (error <= 2 * torch.finfo(dtype).eps * rows.double().abs().sum(0)).all()
 
 
 def test_drop_signs_with_a_counter(backend: str) -> None:
-    """Step plus counter: the bits of that step, also with a negative counter; others draw anew."""
+    """The sum of step and counter determines the draw; the counter may be negative."""
     grads = torch.randn(3, 1000)
     expected = _dropped(grads, 0.1, 7)
     for step, counter in ((2, 5), (0, 7), (9, -2), (7, 0)):
@@ -134,7 +135,7 @@ def test_drop_signs_with_a_counter(backend: str) -> None:
 
 @pytest.mark.parametrize("first", [2**32 - 300, 5 * 2**32 - 1, 2**63 - 1000])
 def test_draws_beyond_2_to_the_32_elements(backend: str, first: int) -> None:
-    """A tile has elements of two ranges of 2^32; the last index of all is 2^63 - 1."""
+    """A tile may span two ranges of 2^32 elements; the last possible index is 2^63 - 1."""
     update = _dropped([torch.ones(1000), -torch.ones(1000)], 0.0, 5, None, [first])
     numbers = uniform_numbers(random_key(3, 5), first, 1000, update.device)
     assert torch.equal(update, torch.where(numbers < 0.5, 1.0, -1.0))
@@ -148,10 +149,10 @@ def test_draws_beyond_2_to_the_32_elements(backend: str, first: int) -> None:
 def test_parts_draw_as_the_whole(
     backend: str, dtype: torch.dtype, tasks: int, leak: float, offsets: tuple[int, int] | None
 ) -> None:
-    """The same bits, in any order of the parts; some are empty, some begin at any address."""
+    """Parts draw the same bits in any order; some are empty, some unaligned."""
     cuts = [[300, 0, 1, 1030, 169], [13, 1500, 487]]
     sizes = [sum(of_tensor) for of_tensor in cuts]
-    # Their sums are exact in any order, so only the draws could differ.
+    # Sums of small integers are exact in any order, so only the draws could differ.
     whole: list[Tensor | None] = [
         torch.randint(-8, 9, (size,)).to(dtype) for size in sizes for _ in range(tasks)
     ]
@@ -172,7 +173,7 @@ def test_parts_draw_as_the_whole(
 
 
 def test_other_offsets_draw_other_numbers(backend: str) -> None:
-    """In later calls on the same tensors too: no plan of other offsets is taken."""
+    """Later calls on the same tensors do not reuse a plan for other offsets."""
     grads = [torch.ones(1000), -torch.ones(1000)]
     drawn = [_dropped(grads, 0.0, 5, None, offsets) for offsets in ([0], [10], [0], [10], None)]
     assert_equal(drawn[2:], [*drawn[:2], drawn[0]])
@@ -181,7 +182,7 @@ def test_other_offsets_draw_other_numbers(backend: str) -> None:
 
 
 def test_draws_are_independent(backend: str) -> None:
-    """Of neighbours and of steps, with the share of the positive ones: the sum in the mean."""
+    """Neighbors and steps are uncorrelated; positive gradients win in 2/3 of the draws."""
     count = 20_000 if SMALL else 100_000
     grads = torch.tensor([[3.0], [-1.0], [-0.5]]).expand(3, count).contiguous()
     first, second = ((_dropped(grads, step=step) == 3).double() - 2 / 3 for step in (0, 1))
@@ -191,7 +192,9 @@ def test_draws_are_independent(backend: str) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_is_not_dropped(backend: str, dtype: torch.dtype, wrong: float) -> None:
+def test_non_finite_gradients_are_not_dropped(
+    backend: str, dtype: torch.dtype, wrong: float
+) -> None:
     grads = torch.randn(3, 100).to(dtype)
     grads[1, 17] = wrong
     for step in range(10):
@@ -201,13 +204,13 @@ def test_what_is_not_finite_is_not_dropped(backend: str, dtype: torch.dtype, wro
 
 @pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
 def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
-    """The same bits for any number of threads, in one tensor or in several, streamed or not."""
+    """Bits do not depend on the number of threads, on splitting or on streaming stores."""
     sizes = [2_500_001, 1_500_000, 999]
     flat = [torch.randn(sum(sizes)).to(dtype) for _ in range(tasks)]
     weights = torch.randn(1, tasks, dtype=torch.float64)
 
     def run(sizes: list[int]) -> list[Tensor]:
-        """The weighted sum and the update with dropped signs of tensors of these sizes."""
+        """The weighted sum and the sign-dropped update of tensors of these sizes."""
         pieces = zip(*(g.split(sizes) for g in flat), strict=True)
         grads = [piece for of_tensor in pieces for piece in of_tensor]
         combined, dropped = (torch.empty_like(flat[0]) for _ in range(2))
@@ -231,9 +234,9 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
 
 
 def test_products_of_very_different_size(backend: str) -> None:
-    """2^-60 and 2^60 in float32: nothing overflows or vanishes, also not in the sum of many.
+    """With 2^-60 and 2^60 in float32, nothing overflows or vanishes, not even in long sums.
 
-    Their products are exact in float32, so that zero is zero with fused multiply-adds, too.
+    The products are exact in float32, so zeros stay zero with fused multiply-adds.
     """
     small, large = 2.0**-60, 2.0**60
     rows = torch.tensor([[small, small], [large, -large], [large, large]]).repeat(1, 2500)
@@ -245,7 +248,7 @@ def test_products_of_very_different_size(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_functional(backend: str, dtype: torch.dtype) -> None:
-    """With `out=`, the bits are those of a new tensor; one that requires gradients gets none."""
+    """`out=` gets the bits of a new tensor, and no graph even if it requires gradients."""
     grads, weights = torch.randint(-8, 9, (4, 5, 3)).to(dtype), torch.randint(-8, 9, (4,)).float()
     rows = grads.flatten(1).double()
     torch.testing.assert_close(cs.functional.gramian(grads), rows @ rows.T)
@@ -259,7 +262,7 @@ def test_functional(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same uniform numbers, leaks included."""
+    """Both use the same uniform numbers and leaks."""
     rows = torch.randn(4, 1000, dtype=torch.float64)
     leaks = [0.0, 0.1, 0.5, 1.0]
     update = torch.empty(1000, dtype=torch.float64)
@@ -274,7 +277,7 @@ def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("tasks", [1, 3, 9])
 def test_few_or_no_gradients(backend: str, tasks: int) -> None:
-    """In one tensor, the last task alone has a gradient; in another, no task has one."""
+    """In one tensor, only the last task has a gradient; in another, no task has one."""
     last = torch.randn(300)
     grads = [*(tasks - 1) * [None], last, *tasks * [None]]
     updates = [torch.full((300,), torch.nan), torch.full((5,), torch.nan)]

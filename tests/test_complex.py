@@ -63,8 +63,8 @@ def test_the_update_of_a_plain_loop(backend: str, method: cs.GramianMethod) -> N
     opt.step(lambda task: _losses(network, x, task))
 
 
-def test_gradients_are_added_without_their_real_parts_alone() -> None:
-    """ConnectionStrength, and the plain sum in one backward pass and in one a task."""
+def test_sums_keep_imaginary_parts() -> None:
+    """For ConnectionStrength, and the plain sum in one backward pass and in one pass per task."""
     found = []
     for method in (cs.ConnectionStrength(), cs.Sum(), cs.Sum(separate=True)):
         network = nn.Sequential(Spectral(), nn.Linear(8, 4).double(), nn.BatchNorm1d(4).double())
@@ -80,7 +80,7 @@ def test_gradients_are_added_without_their_real_parts_alone() -> None:
         torch.testing.assert_close(found[0], other, rtol=1e-12, atol=1e-12)
 
 
-def test_methods_that_cannot_name_the_parameter() -> None:
+def test_refusals_name_the_parameter() -> None:
     network = nn.Sequential(Spectral(torch.complex64), nn.Linear(8, 8), nn.BatchNorm1d(8))
     cs.nn.convert_task_batchnorm(network, AB)
     with pytest.raises(ValueError, match=r"got 0\.scale of torch\.complex64: use Sum\(\)"):
@@ -119,7 +119,7 @@ def _on_ranks(rank: int, size: int, way: str) -> list[Tensor]:
 
 
 class RealCollectives(TorchDispatchMode):
-    """NCCL takes no complex numbers, gloo does."""
+    """Refuses collectives on complex tensors, which gloo supports and NCCL does not."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

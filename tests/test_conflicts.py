@@ -34,11 +34,11 @@ SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 
 
 Gradients = Mapping[str, Sequence[Tensor | None]]
-"""By task, for each parameter."""
+"""For each task, a gradient per parameter."""
 
 
 class Plain:
-    """The counts by definition, of each parameter and then of each module."""
+    """The counts by definition, for each parameter and then for each module."""
 
     def __init__(self, parameters: Mapping[str, Tensor], threshold: float) -> None:
         self.parameters, self.threshold = dict(parameters), threshold
@@ -115,9 +115,9 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_counts(backend: str, method: str, threshold: float, scaled: bool) -> None:
-    """Steps with all tasks, with two and with one; a layer is frozen for some of them.
+    """Steps have all tasks, two or one; a layer is frozen in some of them.
 
-    One whose gradients are not all finite counts nowhere.
+    A step with non-finite gradients counts nowhere.
     """
     setup = Setup(optimizer=torch.optim.SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if scaled else None
@@ -152,7 +152,7 @@ def test_counts(backend: str, method: str, threshold: float, scaled: bool) -> No
 
 
 def test_one_forward_pass_and_micro_batches() -> None:
-    """Gradients of all micro-batches are added up; the heads in the trunk are one task's own."""
+    """Gradients of micro-batches add up; each head in the trunk has a single task."""
     model, _, x, targets = problem(tasks=TASKS)
     opt = optimizer_of(model, cs.PCGrad(), tasks=TASKS)
     opt.count_conflicts(0.2)
@@ -180,7 +180,7 @@ def test_one_forward_pass_and_micro_batches() -> None:
 
 
 def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
-    """Two tasks; the gradients of biases are the factors of the loss."""
+    """A trunk for two tasks; the gradients of its biases are the factors of the losses."""
     trunk = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
     opt = optimizer_of(trunk, cs.PCGrad(), lr=0.0)
     opt.count_conflicts(threshold)
@@ -189,7 +189,7 @@ def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptim
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
 def test_zero_gradients(threshold: float) -> None:
-    """Their cosine is 0: a conflict below a positive threshold only."""
+    """Their cosine is 0, which is a conflict only below a positive threshold."""
     trunk, opt = opposed(2, threshold)
     trunk[1].requires_grad_(False)
     opt.step(lambda task: trunk(torch.zeros(2, 1)).mean() * (1 if task == "a" else -1))
@@ -205,7 +205,7 @@ def test_zero_gradients(threshold: float) -> None:
 
 
 def test_which_steps_count() -> None:
-    """Joint ones that have been made, since the last call of `count_conflicts`."""
+    """Completed joint steps count, since the last call of `count_conflicts`."""
     setup, opt = counting(schedule=cs.Switch(1))
 
     def fails() -> None:
@@ -244,12 +244,12 @@ def test_which_steps_count() -> None:
         assert conflicts.cosines.isfinite().all() or act != "joint"
         assert conflicts.cosines.isnan().all() or act not in ("frozen", "anew")
     opt.step(setup.closure(2))
-    assert conflicts.steps.unique().tolist() == [1]  # A copy.
+    assert conflicts.steps.unique().tolist() == [1]  # Unchanged: it is a copy.
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_counting_changes_nothing(method: str) -> None:
-    """Neither updates nor what steps read on the host; the call reads nothing, its numbers do."""
+    """Neither updates nor host reads change; `conflicts()` itself reads nothing."""
     names, states = [], []
     for start in (started, counting):
         setup, opt = start(METHODS[method](), weighting=cs.DynamicWeightAverage())
@@ -279,7 +279,7 @@ def numbers_of(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 @SCALED
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place; after another start, a change of what trains and a checkpoint too."""
+    """Replays count, also after another start, a freeze and a loaded checkpoint."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     loops = []
@@ -302,7 +302,7 @@ def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatc
         loops.append(loop)
         if captured:
             assert Recorder.replays >= 8
-            # A graph has masks of its own: those of eager steps may be forgotten.
+            # A graph builds its own masks, since masks of eager steps may be freed.
             assert "aten::arange.start" in Recorder.operators
     assert_alike(*loops)
     assert_equal(*(numbers_of(loop.opt) for loop in loops))
@@ -327,14 +327,14 @@ def test_a_resumed_run_goes_on() -> None:
         started_run.step(run.closure(4))
     assert_equal(numbers_of(opt), numbers_of(resumed[1]))
     off = started(cs.PCGrad())
-    restore(states, *off)  # Left out.
+    restore(states, *off)  # The counts are left out.
     assert "conflicts" not in off[1].state_dict()
     opt.load_state_dict({key: value for key, value in states[-1].items() if key != "conflicts"})
     assert not opt.conflicts().steps.any()
 
 
 def test_counts_are_by_name() -> None:
-    """The checkpoint of a smaller trunk, which is part of the larger one."""
+    """Loads the counts of a smaller trunk, which is part of the larger one."""
     _, loss, small = started_problem(cs.PCGrad())
     small.count_conflicts()
     small.step(loss)
@@ -361,7 +361,7 @@ def test_counts_are_by_name() -> None:
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2, alone={"kind": "alone"}, rtol=1e-4)
 def test_ranks_count_as_one_process(rank: int, kind: str, method: str) -> list[Tensor]:
-    """Six joint steps; one lacks a task, in one the gradients of one rank are infinite."""
+    """Six joint steps: one lacks a task, and one has infinite gradients on one rank."""
     network = Network(kind, rank, 2)
     opt = network.start(METHODS[method]())
     opt.count_conflicts()
@@ -410,14 +410,14 @@ def test_as_text() -> None:
 
 
 class Own(cs.Method):
-    """A method of a user, which takes any number of tasks."""
+    """A user's method, for any number of tasks."""
 
     def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
         raise NotImplementedError
 
 
 def test_refusals() -> None:
-    """They leave the counts as they are."""
+    """Refused calls leave the counts unchanged."""
     setup, opt = counting(threshold=0.5)
     opt.step(setup.closure(0))
     good = opt.state_dict()
@@ -448,7 +448,7 @@ def test_refusals() -> None:
 
 
 def test_a_trunk_that_is_moved() -> None:
-    """Here to another dtype."""
+    """The trunk moves to another dtype."""
     setup, opt = counting()
     opt.step(setup.closure(0))
     setup.trunk.float()

@@ -1,4 +1,4 @@
-"""Many ranks: the bits of each other, and what one process gives on the whole batch."""
+"""Many ranks: they agree bit for bit, and match one process with the whole batch."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list[Tensor]]:
-    """Rank 0 has all labels, rank 1 those of two tasks, rank 2 and the last step of 1 none."""
+    """Rank 0 labels all tasks, rank 1 two, rank 2 none; in the last step, rank 0 labels one."""
     states, n = [], 12 // size
     for schedule in (cs.Joint(), cs.Sequential()):
         network = Network(kind, rank, size)
@@ -54,7 +54,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
             every = list(dict.fromkeys(task for of_rank in labels[:size] for task in of_rank))
 
             def loss(task: str) -> Tensor:
-                if kind == "alone":  # The ranks' means with the same weight.
+                if kind == "alone":  # The ranks' means count equally.
                     has = [r for r in range(size) if task in labels[r]]
                     parts = [slice(r * n, (r + 1) * n) for r in has]
                     return torch.stack([network.loss(step, task, part) for part in parts]).mean()
@@ -68,7 +68,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
 
 
 def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], Any]:
-    """After a trace, micro-batches: two on rank 0, three on the other, except with shards."""
+    """Traces, then makes two micro-batches on rank 0 and three on others; two with shards."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)
     assert len(opt.trace(partial(network.loss, 0)).prioritized) == 5
@@ -83,7 +83,7 @@ def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
-    """With a scaler, which skips a step on all ranks if the gradients of one are not finite."""
+    """A scaler skips a step on all ranks if one rank's gradients are non-finite."""
     network = Network(kind, rank, size, heads_too=True)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     opt = network.start_phases(method, scaler=scaler)
@@ -134,14 +134,14 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
 @pytest.mark.parametrize("parts", [1, 2])
 @on_ranks(2, alone={"kind": "alone", "parts": 1})
 def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: int) -> Any:
-    """`backward`, with the losses of one forward pass; in several parts that add up."""
+    """`backward` with the losses of one forward pass, in one or two parts that add up."""
     network, opt = _dense(kind, method)
     means = []
     for batch in torch.randn(5, 12, 5):
         means.append(dict.fromkeys(TASKS, torch.zeros(())))
         for n, x in enumerate(part_of_this_rank(batch).chunk(parts), 1):
             losses = {task: loss / parts for task, loss in network(x).items()}
-            if rank == 1:  # The order of the losses is that of no collective.
+            if rank == 1:  # Collectives must not depend on the order of the losses.
                 losses = dict(reversed(losses.items()))
             for task, loss in opt.backward(losses, update=n == parts).items():
                 means[-1][task] = means[-1][task] + loss
@@ -152,7 +152,7 @@ def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: in
 @KINDS
 @pytest.mark.parametrize("call", ["step", "backward"])
 @on_ranks(2)
-def test_steps_with_cached_weights_send_what_plain_ones_send(
+def test_steps_with_cached_weights_send_as_much_as_plain_steps(
     rank: int, kind: str, call: str
 ) -> None:
     sent = []
@@ -169,7 +169,7 @@ def test_steps_with_cached_weights_send_what_plain_ones_send(
                     opt.optimizer.step()
         sent.append(mode.elements)
     assert sent[0] == sent[1]
-    if call == "backward" or kind != "fully_shard":  # There, each pass has a reduction.
+    if call == "backward" or kind != "fully_shard":  # Else each pass has a reduction.
         assert sent[2].total() > sent[0].total()
 
 
@@ -183,8 +183,8 @@ class Thirds(cs.GramianMethod):
 @pytest.mark.parametrize("what", ["a loss without its head", "a neck on one rank", "an input"])
 @REPLICATED_OR_SHARDED
 @on_ranks(2)
-def test_ranks_make_as_many_passes_with_cached_weights(rank: int, what: str, kind: str) -> Any:
-    """Where the graph of one rank alone needs a pass for each task."""
+def test_ranks_make_equally_many_passes_with_cached_weights(rank: int, what: str, kind: str) -> Any:
+    """The graph of one rank needs one pass per task, so all ranks make them."""
     plain = nn.ModuleList([nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))])
     plain += [nn.Linear(4, 4), nn.ModuleDict({task: nn.Linear(4, 2) for task in TASKS})]
     batches, found = torch.randn(4, 6, 5).chunk(2, 1)[rank], []
@@ -246,13 +246,10 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
     return whole_copies(network.parameters())
 
 
-# Wrappers
-
-
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2, alone={})
 def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tensor]:
-    """It is found at its first pass, maybe inside `no_sync`, which then switches it on again."""
+    """Its first pass reveals it, even inside `no_sync`, which later resets the wrapper's flag."""
     network: Any = (plain := Dense())
     if dist.is_initialized():
         plain.unused = plain.unused if not no_sync else nn.Identity()
@@ -276,7 +273,7 @@ def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tens
 
 @on_ranks(2, alone={})
 def test_a_wrapped_trunk_that_is_handed_over_plain(rank: int) -> list[Tensor]:
-    """The trunk's own forward pass shows the wrapper around it; ranks have other tasks."""
+    """A forward pass of the trunk reveals its wrapper; ranks have different tasks."""
     buckets.BUCKET_BYTES = 100
     plain = Dense()
     trunk, _ = distributed(plain.trunk, "DDP" if dist.is_initialized() else "alone")
@@ -338,10 +335,10 @@ def _without_collections() -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_a_wrapper_reduces_again_when_its_last_optimizer_is_gone(rank: int) -> list[list[Tensor]]:
-    """Two optimizers on one wrapper, as in a cell of a notebook that is run twice.
+def test_a_wrapper_reduces_again_after_its_last_optimizer(rank: int) -> list[list[Tensor]]:
+    """Two optimizers use one wrapper, as when a notebook cell runs twice.
 
-    The network is fine-tuned plainly after both have gone, without a garbage collection.
+    After both are deleted, plain fine-tuning works without a garbage collection.
     """
     network = DistributedDataParallel(Dense(), find_unused_parameters=True)
     sgd, x = sgd_of(network), part_of_this_rank(torch.randn(4, 12, 5), 1)
@@ -368,7 +365,7 @@ def test_a_wrapper_reduces_again_when_its_last_optimizer_is_gone(rank: int) -> l
 @pytest.mark.parametrize("fails", [False, True])
 @on_ranks(3)
 def test_groups_end_with_their_optimizer(rank: int, fails: bool) -> None:
-    """Without a garbage collection."""
+    """Their threads end without a garbage collection."""
 
     def threads() -> int:
         return len([*Path("/proc/self/task").iterdir()])
@@ -376,7 +373,7 @@ def test_groups_end_with_their_optimizer(rank: int, fails: bool) -> None:
     network = Network("replicated", rank, 3)
     with _without_collections():
         before = threads()
-        for _ in range(3):  # The groups of each are other ones, under other names.
+        for _ in range(3):  # Each optimizer has new groups, with new names.
             if fails:
                 with pytest.raises(ValueError, match="layers must name"):
                     network.start(cs.PCGrad(), layers={"nowhere": None})
@@ -389,7 +386,7 @@ def test_groups_end_with_their_optimizer(rank: int, fails: bool) -> None:
 
 @on_ranks(2)
 def test_another_default_device(rank: int) -> list[Tensor]:
-    """Messages stay on the hosts."""
+    """Messages between hosts ignore the default device."""
     results = []
     for device in ("cpu", "meta"):
         network = Network("replicated", rank, 2)

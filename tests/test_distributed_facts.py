@@ -1,4 +1,4 @@
-"""What differs between ranks: statistics, labels, losses, the parameters that a pass reaches."""
+"""Ranks with different statistics, labels and losses, whose passes reach different parameters."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def _linear() -> tuple[nn.Linear, Callable[[str], Tensor]]:
 @SEPARATE_OR_SUMMED
 @on_ranks(2, alone={})
 def test_a_network_that_is_moved_between_steps(rank: int, method: str) -> list[Tensor]:
-    """The gradients of the last step are replaced then."""
+    """The move replaces the gradients of the last step."""
     trunk, loss = _linear()
     opt = optimizer_on_ranks(trunk, METHODS[method](), tasks=TASKS[:2])
     for change in (
@@ -63,8 +63,8 @@ def _halve(parameter: Tensor) -> None:
 
 @SEPARATE_OR_SUMMED
 @on_ranks(2, alone={})
-def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
-    """At random, on each rank others; a hook of the user changes gradients."""
+def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
+    """Each rank skips random layers of its own; a user's hook changes gradients."""
     buckets.BUCKET_BYTES = 100
     trunk = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
     opt = optimizer_on_ranks(trunk, METHODS[method]())
@@ -81,7 +81,7 @@ def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
 
     for step in range(10):
         opt.step(partial(loss, step))
-        if step == 4:  # Hooks that run after those of the first step.
+        if step == 4:  # These run after the hooks that the first step registered.
             for parameter in trunk[0].parameters():
                 parameter.register_post_accumulate_grad_hook(_halve)
     return whole_copies(trunk.parameters())
@@ -89,7 +89,7 @@ def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
 
 @on_ranks(2, alone={})
 def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
-    """One that a task has tried to reach while it was frozen, and one unfrozen too late."""
+    """A task first runs the layer while it is frozen; unfreezing it within a step is refused."""
     trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "x": nn.Linear(4, 4)})
     opt = optimizer_on_ranks(trunk, cs.CAGrad(), tasks=TASKS[:2])
     x = part_of_this_rank(torch.randn(6, 4))
@@ -133,7 +133,7 @@ def test_a_state_is_followed_by_new_passes(rank: int) -> list[Tensor]:
 
 
 def _weights(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
-    """The results of a method and a weighting from the losses of some steps."""
+    """Makes some steps; returns their task weights, and the weighting's state."""
     weights = []
     for n in range(4):
         opt.start_epoch(n)
@@ -176,14 +176,14 @@ def test_statistics_count_with_the_ranks_that_have_labels(rank: int) -> list[Any
         expected = 0.9 * (0.9 + 0.1 * both.mean(0)) + 0.1 * of_second.mean(0)
         assert_near(found[f"0.1.{task}.running_var"], expected)
         assert found[f"0.1.{task}.num_batches_tracked"] == 2
-    # The user changes those of a task that the next step is not for.
+    # The user changes the statistics of a task that the next step leaves out.
     changed = torch.logspace(-3, 3, 6)
     trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
     opt.step(loss, tasks=TASKS[:2])
     priorities = opt.report().priorities
     of_ranks: list[Any] = [None, None]
     dist.all_gather_object(of_ranks, opt.priority()["0.0"].tolist())
-    assert of_ranks[0] != of_ranks[1]  # From the ranks' own variances.
+    assert of_ranks[0] != of_ranks[1]  # Each rank uses its own variances.
     opt.step(loss, tasks=TASKS if rank == 0 else [])
     # The mean over the ranks with labels: 3, 2, 2 and 3 passes.
     assert trunk[1].num_batches_tracked == 10
@@ -207,11 +207,11 @@ def test_statistics_of_heads(rank: int) -> list[Tensor]:
 
 @on_ranks(3)
 def test_statistics_are_averaged(rank: int) -> list[Any]:
-    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
+    """They are averaged in Phase 1, too: all ranks predict alike and save the same checkpoint."""
     network = Network("replicated", rank, 3)
     network.trunk.train()
     opt, found = network.start_phases("ConnectionStrength"), []
-    assert opt.phase == 1  # Whose first task sees the first weights.
+    assert opt.phase == 1  # The first task then sees the initial weights.
     of_ranks = []
     for part in network.x[0].chunk(3):
         trunk = Network("alone", rank, 3).plain.train()

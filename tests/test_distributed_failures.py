@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the step of all, in an error that says what."""
+"""A failure on one rank ends the step on all, with an error that names the cause."""
 
 import copy
 import time
@@ -44,7 +44,7 @@ def _error_of_rank_1(rank: int, text: str) -> AbstractContextManager[Any]:
 
 
 def _with_a_failing_rank(rank: int, size: int, method: str) -> list[list[Tensor]]:
-    """Rank 1 fails in the second task of a step: everywhere an error, and nothing has changed."""
+    """Rank 1 fails in the second task of a step: all ranks raise, and nothing has changed."""
     network = Network("replicated", rank, size)
     network.trunk.train()
     opt = network.start_phases(method)
@@ -72,7 +72,7 @@ def _with_a_failing_rank(rank: int, size: int, method: str) -> list[list[Tensor]
 @pytest.mark.parametrize("method", ["ConnectionStrength", "Sum"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_failing_rank_ends_the_step_of_all(pools: Pools, size: int, method: str) -> None:
-    """The steps after it are made by all ranks again."""
+    """All ranks make the later steps again."""
     first, failed, *others = pools(size).run(_with_a_failing_rank, size, method)
     assert_equal(failed[0], first[0])
     for other in others:
@@ -103,7 +103,7 @@ def _with_a_failing_shard(rank: int, size: int) -> None:
 
 
 def _with_a_slow_rank(rank: int, size: int) -> None:
-    """Both know the step, and which rank has waited."""
+    """Both errors name the step, and the rank that has waited."""
     group = dist.new_group(range(size), timeout=timedelta(seconds=1))
     network, x = Dense(), torch.ones(3, 5)
     opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
@@ -119,7 +119,7 @@ def _with_a_slow_rank(rank: int, size: int) -> None:
 )
 @pytest.mark.parametrize("run", [_with_a_failing_shard, _with_a_slow_rank])
 def test_a_rank_is_named_after_the_timeout(run: Callable[[int, int], None]) -> None:
-    """With processes of its own: their connections are closed after it."""
+    """The test has its own processes, as their connections are closed afterwards."""
     ranks = Ranks(2)
     ranks.run(run, 2)
     ranks.stop()
@@ -127,7 +127,7 @@ def test_a_rank_is_named_after_the_timeout(run: Callable[[int, int], None]) -> N
 
 @on_ranks(4, alone={})
 def test_messages_on_a_grid(rank: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Two rows of two ranks, as many ranks have."""
+    """Two rows of two ranks; by default, only large groups have a grid."""
     assert [transport.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
     with mock.patch.object(transport, "_GRID_FROM", 2):
         assert transport.grid_rows(4) == 2
@@ -138,7 +138,7 @@ def test_messages_on_a_grid(rank: int) -> tuple[list[Tensor], list[dict[str, Ten
 
 
 class Failing(torch.optim.SGD):
-    """Fails where it is told to."""
+    """An optimizer that fails in the step to which `fails` counts down."""
 
     fails = 0
 
@@ -157,7 +157,7 @@ class Failing(torch.optim.SGD):
 def test_an_optimizer_that_fails_on_one_rank(
     rank: int, schedule: cs.Schedule, fails: int
 ) -> list[Tensor]:
-    """In Phase 1 the others are in the next task's passes by then."""
+    """In Phase 1, the other ranks are already in the passes of the next task."""
     network, x = Dense(), part_of_this_rank(torch.randn(12, 5))
     sgd = Failing(network.parameters(), lr=0.1)
     group = dist.group.WORLD
@@ -167,12 +167,12 @@ def test_an_optimizer_that_fails_on_one_rank(
     sgd.fails = fails if rank == 1 else 0
     is_last = isinstance(schedule, cs.Joint) or fails == len(TASKS)
     if is_last and rank == 0:
-        step()  # It has ended the step before.
+        step()  # Rank 0 has already finished the failed step.
     with _error_of_rank_1(rank, "in the torch optimizer"):
         step()
     sgd.fails = 0
     with pytest.raises(RuntimeError, match=r"same parameters|number of steps made before"):
-        step()  # Ranks have made other updates.
+        step()  # The updates of the ranks differ.
     for parameter in network.parameters():
         dist.broadcast(parameter.data, 0)
     states = [opt.state_dict()]  # Rank 0 may have made one more step.
@@ -186,7 +186,7 @@ def test_an_optimizer_that_fails_on_one_rank(
 @pytest.mark.parametrize("what", ["a hook", "a sparse gradient", "a sparse one of a head"])
 @on_ranks(2)
 def test_a_backward_pass_that_fails_on_one_rank(rank: int, what: str) -> list[Tensor]:
-    """After some buckets are sent; later steps are made as if nothing had been."""
+    """It fails after some buckets are sent; later steps are not affected."""
     buckets.BUCKET_BYTES = 70
     embedding = nn.Embedding(4, 4)
     layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
@@ -224,7 +224,7 @@ def _with_sharded_heads() -> tuple[Dense, cs.MultiTaskOptimizer]:
 
 
 def _after_a_failing_pass(rank: int, layer: int | None) -> list[Tensor]:
-    """A backward pass fails on all ranks alike, with heads that are roots of their own."""
+    """A backward pass fails on all ranks; the heads are FSDP roots of their own."""
     network, opt = _with_sharded_heads()
     x = part_of_this_rank(torch.randn(12, 5))
 
@@ -249,14 +249,14 @@ def _after_a_failing_pass(rank: int, layer: int | None) -> list[Tensor]:
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
 def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
-    """Behind the trunk, or in the middle, where layers have gradients that are not reduced yet."""
+    """It fails behind the trunk, or within it, where some gradients are not reduced yet."""
     found = [pools(2).agreed(_after_a_failing_pass, layer) for layer in (None, 2, 1)]
     assert_equal(found[1:], [found[0]] * 2)
 
 
 @on_ranks(2)
 def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
-    """`backward` does not see the heads run; the user's resharding stays; losses of inf."""
+    """`backward` does not see the heads run, and keeps the user's resharding; a loss may be inf."""
     network, opt = _with_sharded_heads()
     x = part_of_this_rank(torch.randn(2, 12, 5), 1)
     returned = []
@@ -333,9 +333,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     ],
 )
 @on_ranks(2)
-def test_ranks_that_disagree_are_told_so(
-    rank: int, change: str | dict[str, Any], message: str
-) -> None:
+def test_ranks_that_disagree_raise(rank: int, change: str | dict[str, Any], message: str) -> None:
     network = Network("alone", rank, 2)
     options = {"tasks": TASKS, "method": cs.PCGrad(), "schedule": cs.Joint()}
     if rank == 1 and isinstance(change, str):
@@ -361,7 +359,7 @@ def test_ranks_that_disagree_are_told_so(
     ],
 )
 @on_ranks(2)
-def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message: str) -> None:
+def test_ranks_that_differ_in_a_step_raise(rank: int, change: str, message: str) -> None:
     """The error comes before anything has changed."""
     network = Network("replicated", rank, 2)
     opt = network.start(cs.PCGrad(update_every=4), cs.Switch(1))
@@ -375,8 +373,8 @@ def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message
 
 
 @on_ranks(3)
-def test_ranks_with_other_groups_are_told_so(rank: int) -> None:
-    """Torch would wait for the group of two ranks that the third one does not know of."""
+def test_ranks_with_other_groups_raise(rank: int) -> None:
+    """Otherwise torch would wait for a group that the third rank does not know."""
     trunk = nn.Linear(3, 3)
     if rank != 1:
         dist.new_group([0, 2])
@@ -397,8 +395,8 @@ def test_ranks_with_other_groups_are_told_so(rank: int) -> None:
     ],
 )
 @on_ranks(2)
-def test_ranks_that_drift_are_told_so(rank: int, what: str, noticed: int | None) -> None:
-    """In which step of 70 at the latest; options that are written in another way are the same."""
+def test_ranks_that_drift_raise(rank: int, what: str, noticed: int | None) -> None:
+    """`noticed` is the last step that may raise; equal options may be written differently."""
     trunk = nn.Linear(3, 3)
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
     opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)
@@ -423,7 +421,7 @@ def test_ranks_that_drift_are_told_so(rank: int, what: str, noticed: int | None)
             text = str(error)
             assert "ranks must hold the same parameters: trunk." in text
             assert step <= (noticed or 0)
-            for _ in range(4):  # As long as it is so.
+            for _ in range(4):  # The error persists.
                 with pytest.raises(RuntimeError, match="same parameters"):
                     opt.step(loss, TASKS[:1])
             return

@@ -1,4 +1,4 @@
-"""The parts of gradients on one process: pieces of channels, buckets that are sent early."""
+"""Gradients of ranks, tested in one process: pieces of channels, buckets that are sent early."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.loop
 
 @pytest.fixture
 def group(tmp_path: Path) -> dist.ProcessGroup:
-    """One process as a group of its own."""
+    """A process group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
@@ -84,7 +84,7 @@ def test_buckets_keep_the_memory_format(
 
 
 class Deep(nn.Module):
-    """Layers one after the other, of which one runs again, and which can be recomputed."""
+    """A chain of layers, one of which may run twice, with or without checkpointing."""
 
     def __init__(self, again: int, reentrant: bool | None) -> None:
         super().__init__()
@@ -112,13 +112,13 @@ def test_buckets_are_sent_during_the_backward_pass(
     reentrant: bool | None,
     method: cs.Method,
 ) -> None:
-    """From the second pass of each kind on; with one rank, the gradients are those without it."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # A layer each.
+    """Sending starts in the second pass of each kind; one rank trains as without a group."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # One layer per bucket.
     sent: list[tuple[int, int]] = []
     send = Buckets.send
 
     def noted(self: Buckets, bucket: int, parts: Any) -> None:
-        """Also notes the number of gradients that are still to come."""
+        """Sends, and records how many gradients are still to come."""
         later = [i for of_bucket in self.members[bucket + 1 :] for i in of_bucket]
         sent.append((bucket, sum(self._parameters[i].grad is None for i in later)))
         send(self, bucket, parts)
@@ -136,7 +136,7 @@ def test_buckets_are_sent_during_the_backward_pass(
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
     rounds = 1 if isinstance(method, cs.Sum) else 2
     assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
-    # When a bucket is sent, the gradients of those behind it are still to come.
+    # When a bucket is sent, gradients of later buckets are still to come.
     early = [missing for bucket, missing in sent if bucket == 0]
     assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
 
@@ -159,7 +159,7 @@ def test_a_layer_that_runs_twice_from_time_to_time(
 def test_a_gradient_that_comes_after_it_was_sent_is_refused(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reentrant checkpointing accumulates a layer's gradient once for each of its runs."""
+    """Reentrant checkpointing accumulates a layer's gradient once per run of the layer."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 170)
     trunk = Deep(-1, reentrant=True)  # The bucket of the last layer goes first.
     opt = optimizer_of(trunk, cs.PCGrad(), process_group=group)
@@ -189,7 +189,7 @@ def test_fsdp1_is_refused(group: dist.ProcessGroup) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class Wrapped(FullyShardedDataParallel):
-        """Its constructor needs an accelerator."""
+        """Skips the constructor of FSDP, which needs an accelerator."""
 
         def __init__(self, module: nn.Module) -> None:
             nn.Module.__init__(self)
@@ -254,7 +254,7 @@ def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> N
 def test_one_rank_trains_as_no_group(
     group: dist.ProcessGroup, dtype: torch.dtype, method: cs.Method
 ) -> None:
-    """In every dtype; with a head that the trunk has, and a layer that no task reaches."""
+    """The trunk contains the heads, and a layer that no task reaches."""
     states = []
     for options in ({}, {"process_group": group}):
         torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_sync_batchnorm_can_be_converted_before_or_after(
     "method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr
 )
 def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method, kind: str) -> None:
-    """With NCCL, in both phases; a GPU holds one rank only."""
+    """With NCCL, in both phases; a GPU can hold only one rank."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     states = []
     for shared in ("alone", kind):
@@ -318,7 +318,7 @@ def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method,
 
 
 def test_shards_of_normalizations_do_not_keep_all_gradients(group: dist.ProcessGroup) -> None:
-    """`fully_shard` reduces the gradients of a module in one buffer, of which they are parts."""
+    """`fully_shard` reduces a module's gradients in one buffer, and they are views of it."""
     plain = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64))
     trunk = cs.nn.convert_task_batchnorm(plain, AB)
     shard(trunk)

@@ -1,4 +1,4 @@
-"""The documents: their Python runs as it stands, and what they name exists."""
+"""The documentation: its Python runs as written, and the files and commands it names exist."""
 
 import contextlib
 import io
@@ -60,7 +60,7 @@ def _marked(language: str) -> list[Any]:
 
 
 def _run(code: str, name: str) -> tuple[dict[str, Any], str]:
-    """The names that some code leaves, and what it prints."""
+    """Runs code; returns its names, and what it prints."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -84,7 +84,7 @@ def test_python_runs(page: str, number: int) -> None:
 
 
 def _first_example(page: str, sign: str) -> str:
-    """That of a page; a diff's lines with this sign, and those without one."""
+    """The first example of a page; in a diff, the lines with this sign and the unmarked ones."""
     kind = "diff" if page == "README.md" else "python"
     code = next(code for language, code in _blocks(page) if language == kind)
     if kind == "python":
@@ -102,7 +102,7 @@ def test_the_loop_before_surgery_runs() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 def test_the_first_example_performs_surgery(page: str) -> None:
-    """Its report has the shares of the channels, which only Phase 2 has."""
+    """Its report has the channel shares, which only Phase 2 has."""
     names, printed = _run(_first_example(page, "+"), page)
     assert "phase 2, ConnectionStrength()" in printed
     assert "channel share" in printed
@@ -114,7 +114,7 @@ def test_the_first_example_performs_surgery(page: str) -> None:
 def test_fragments_run(
     page: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A fragment that is a file of the repository has a test of its own."""
+    """Fragments that are files of the repository have tests of their own."""
     code = _blocks(page)[number][1]
     if included := INCLUDED.fullmatch(code):
         assert (ROOT / included[1]).exists()
@@ -128,7 +128,7 @@ def test_fragments_run(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_say_what_they_are(page: str) -> None:
+def test_blocks_name_their_language(page: str) -> None:
     for language, code in _blocks(page):
         assert language in {"", "bibtex", "diff", "py", "python", "sh", "text"}, code
         if language in ("", "text"):
@@ -136,8 +136,8 @@ def test_blocks_say_what_they_are(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_lists_have_the_items_that_their_numbers_say(page: str) -> None:
-    """A line that is wrapped in front of a number and a full stop would begin an item."""
+def test_lists_are_numbered_in_order(page: str) -> None:
+    """A wrapped line that starts with a number and a period would become an item."""
     last: dict[str, int] = {}
     text = FENCE.sub("", (ROOT / page).read_text())
     for indent, number in re.findall(r"^( *)(\d+)\. ", text, re.MULTILINE):
@@ -163,7 +163,7 @@ def test_commands_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page: str) -> None:
-    """By their whole path, or by the end of it."""
+    """A name is a file's path, or the end of one."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     if not files:
@@ -175,7 +175,7 @@ def test_named_files_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_of_the_repository(page: str) -> None:
-    """Links to files and their headings; those of the site are checked by `make docs`."""
+    """Links to files and their headings exist; `make docs` checks the site's links."""
     text = FENCE.sub("", (ROOT / page).read_text())
     for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -187,7 +187,7 @@ def test_links_of_the_repository(page: str) -> None:
             assert anchor in slugs, target
 
 
-def test_the_table_of_what_goes_with_what_is_that_of_the_code() -> None:
+def test_the_support_table_matches_the_code() -> None:
     assert supports.table() in (ROOT / "docs/limits.md").read_text()
 
 
@@ -195,7 +195,7 @@ def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_the_method_of_one_s_own() -> None:
+def test_a_custom_method() -> None:
     code = next(code for _, code in _blocks("docs/extending.md") if "InverseLengths" in code)
     weights = _run(code, "docs/extending.md")[0]["InverseLengths"]().weights
     assert weights(torch.diag(torch.tensor([4.0, 0.0]))).tolist() == [0.5, 0.0]

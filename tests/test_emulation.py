@@ -1,4 +1,4 @@
-"""The CUDA kernels on this processor: the order of blocks and threads changes no bit."""
+"""The emulated CUDA kernels: the order of blocks and threads changes no bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,11 +31,11 @@ _ops = torch.ops.cs_kernels
 
 
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
-    """Everything that the operators of a trunk write.
+    """Everything that the operators on a trunk write.
 
-    Some gradients are missing or misaligned; one layer has rows that a block reads together, one
-    that a warp does, one several ENERGY items; some tensors have no priorities, and their SUM items
-    no barrier.
+    Some gradients are missing or misaligned. In one layer a block reads each row, in another a
+    warp, and a third has several ENERGY items. Some tensors have no priorities, so their SUM items
+    have no barrier.
     """
     shapes = [(2, (64 << 10) // dtype.itemsize + 40), (3, (36 << 10) // dtype.itemsize), (300, 150)]
     kinds = [*KINDS, *(Kind("large", shape) for shape in shapes)]
@@ -62,7 +62,7 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:
-    """With so many blocks at once, each in an order of their own."""
+    """Compares runs with these numbers of blocks in flight, each with another seed."""
     results = []
     for seed, blocks in enumerate(resident):
         cuda._kernels.order(seed, blocks)
@@ -86,12 +86,12 @@ def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
 def test_rows_of_every_kind(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tasks: int
 ) -> None:
-    """The same bits with PROJECT items right behind their layer, and by items of one kind alone."""
+    """PROJECT items right behind their layer give the same bits as separate launches per kind."""
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
     unit = tiling.unit
-    # Rows of three units, of 40, that end within a vector, that are short, unaligned, of one unit,
-    # of several runs. The last tensor has no priorities.
+    # Rows of 3 units, of 40, that end within a vector, that are short, unaligned, of one unit, of
+    # several runs. The last tensor has no priorities.
     shapes = [(64, 3 * unit), (20, 40 * unit), (37, 5 * unit - 3), (300, 21), (40, unit)]
     shapes += [(9, unit), (12, 7, 2, 4), (5, unit)]
     dims = [0] * 6 + [1]
@@ -124,7 +124,7 @@ def test_rows_of_every_kind(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Any number of vectors of a lane, at a scale at which few squares add up in float32."""
+    """Lanes get any number of vectors; at this scale, float32 can sum only a few squares."""
     monkeypatch.setattr(phase2_plan, "MOST_SUM_ITEMS", 2)
     phase2._plan.cache_clear()
     shapes = [(40, 3000), (70, 1001), (9, 40, 8, 2)]
@@ -148,7 +148,7 @@ def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 @pytest.mark.parametrize("tasks", [3, 10, 33])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_in_any_order(solver: str, tasks: int) -> None:
-    """The order of a warp's lanes, and of UPGrad's warps."""
+    """Results depend neither on the order of a warp's lanes nor on that of UPGrad's warps."""
     if solver == "upgrad" and tasks > 10:
         pytest.skip("takes a minute; its problems are MGDA's and CAGrad's")
     rows = torch.randn(2, tasks, 2 * tasks, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""docs/errors.md: the messages that it quotes are those that the mistakes raise."""
+"""docs/errors.md: the mistakes raise the messages that it quotes."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.docs
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
 
 
-def test_reasons_of_the_coverage_report_are_those_of_the_package() -> None:
+def test_reasons_of_the_coverage_report_match_the_package() -> None:
     section = PAGE[PAGE.index("## The coverage report") : PAGE.index("## Questions")]
     blocks = re.findall(r"^```text\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
     source = (Path(cs.__file__).parent / "trunk" / "pairing.py").read_text()
@@ -29,7 +29,7 @@ def test_reasons_of_the_coverage_report_are_those_of_the_package() -> None:
 
 
 class Loop:
-    """A training loop, as small as it can be."""
+    """A minimal training loop."""
 
     def __init__(self, *, converted: bool = True, **options: Any) -> None:
         self.trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
@@ -161,10 +161,10 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "backward makes a pass per task": _an_injected_loss,
     "a backward pass must leave gradients": _a_penalty_in_a_hook,
 }
-"""By the first words of a quoted message: the mistake that raises it."""
+"""The mistake that raises a quoted message, by the message's first words."""
 
 OF_RANKS = "process_group= is missing", "rank {rank} "
-"""The first words of the messages that take many ranks."""
+"""The first words of messages that only occur on many ranks."""
 
 
 def _quoted_messages() -> list[str]:
@@ -181,7 +181,7 @@ def test_a_quoted_message_is_raised_by_its_mistake(text: str) -> None:
         warnings.simplefilter("error")
         with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning)) as raised:
             mistake()
-    # With values in place of the names in braces.
+    # Values replace the names in braces.
     pattern = ".*".join(map(re.escape, re.split(r"\{\w+\}", text)))
     assert re.fullmatch(pattern, " ".join(str(raised.value).split()))
 

@@ -1,4 +1,4 @@
-"""Phase 2 takes gamma, variance and epsilon as the normalizations have them in each step."""
+"""Phase 2 reads gamma, variance and epsilon from the normalizations in each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ def _factors(setup: Setup) -> tuple[Tensor, Tensor, list[float]]:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_change_between_steps_counts(change: Callable[[Setup], None]) -> None:
-    """Without a forward pass in between, which would refuse some of the changes."""
+    """There is no forward pass in between, which would refuse some of the changes."""
     setup, opt = started()
     opt.step(setup.closure(0))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A step that fails leaves everything as it was."""
+"""A failed step leaves everything unchanged."""
 
 import copy
 import sys
@@ -31,7 +31,7 @@ class HeadWithStatistics(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1  # Another tensor, not the same one changed.
+        self.calls = self.calls + 1  # A new tensor, not the old one changed in place.
         result: Tensor = self.layers(x)
         return result
 
@@ -59,7 +59,7 @@ def buffers_of(setup: Setup) -> Callable[[], dict[str, Tensor]]:
 @pytest.mark.parametrize("shared", [False, True])
 @BOTH_PHASES
 def test_statistics_of_heads_are_restored(schedule: cs.Schedule, warm: bool, shared: bool) -> None:
-    """One head of several tasks is copied before it runs for each: the first copy counts."""
+    """A shared head's buffers are copied before it runs for each task; the first copy counts."""
     setup = Setup()
     head = HeadWithStatistics()
     heads = {task: head if shared else HeadWithStatistics() for task in TASKS}
@@ -130,7 +130,7 @@ IN_STEP: dict[str, Callable[[nn.Module], object]] = {
     [*((name, "zeros") for name in BETWEEN), *(("same", name) for name in IN_STEP)],
 )
 def test_buffers_that_change(between: str, inside: str) -> None:
-    """A failing step restores all as they were before: values, names, and which tensors."""
+    """A failed step restores all buffers: their values, names and identities."""
     setup, opt = started()
     setup.trunk.register_buffer("seen", torch.arange(4.0))
     opt.step(setup.closure(0))
@@ -145,7 +145,7 @@ def test_buffers_that_change(between: str, inside: str) -> None:
 
 
 def test_a_normalization_that_is_replaced() -> None:
-    """Its statistics are restored, and its factors used, though its parameters are the same."""
+    """Its statistics are restored and its factors used, although its parameters are the same."""
     setup, opt = started()
     opt.step(setup.closure(0))
     old, new = setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
@@ -180,7 +180,7 @@ def test_snapshots_do_not_pile_up() -> None:
 
 
 def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
-    """Each is a step of its own; a note says which have been made, where Python has notes."""
+    """Each update is a step of its own; a note (Python 3.11) names the updates that were made."""
     (setup, opt), (twin, other) = (started(schedule=cs.Sequential()) for _ in range(2))
     with pytest.raises(KeyError) as caught:
         opt.step(failing_in(setup, TASKS[2]))
@@ -202,7 +202,7 @@ def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
 
 @BOTH_PHASES
 def test_an_optimizer_step_that_fails(schedule: cs.Schedule) -> None:
-    """For example, it runs out of memory for its first state."""
+    """For example, it runs out of memory for its state."""
     setup = Setup()
 
     def fails(*_: object) -> None:

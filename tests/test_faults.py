@@ -1,7 +1,7 @@
 """Faults at every point of a step: out of memory in any tensor operation, Ctrl-C at any line.
 
-Whatever fails, a step is made as a whole or not at all, and going on is bit-equal to a run without
-the fault.
+A step takes place as a whole or not at all, and later training is bit-equal to a run without the
+fault.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ PACKAGE = str(Path(cs.__file__).parent)
 
 
 class Run:
-    """A small training loop; a way to make its steps is one of its methods."""
+    """A small training loop; one of its methods, `way`, makes the steps."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Run:
         return loss
 
     def make(self) -> None:
-        """A step, or what comes before that of the torch optimizer."""
+        """Makes a step, or the part of it before the torch optimizer's step."""
         getattr(self, self.way)()
 
     def advance(self) -> None:
@@ -96,7 +96,7 @@ class Run:
         self.opt.backward({task: self.loss(task) for task in AB})
 
     def backward_twice(self) -> None:
-        # Both forward passes first: the package cannot see a failure of the loop between the calls.
+        # Both forward passes come first: the package cannot see the loop fail between the calls.
         first, second = ({task: self.loss(task) for task in AB} for _ in range(2))
         self.opt.backward(first, update=False)
         self.opt.backward(second)
@@ -108,7 +108,7 @@ class Run:
         self.opt.backward(losses, features=z)
 
     def state(self) -> list[Any]:
-        """All that training goes on from; a failed pass too shows what a task reaches."""
+        """All that later training depends on; `reach` is left out, as failed passes extend it."""
         state = self.opt.state_dict()
         del state["reach"]
         networks = [module.state_dict() for module in (self.trunk, self.heads)]
@@ -146,7 +146,7 @@ def _counting(run: Run) -> Run:
 
 
 class FailsAt(TorchDispatchMode):
-    """Raises in the n-th tensor operation that is not the torch optimizer's own."""
+    """Raises in the n-th tensor operation outside the torch optimizer."""
 
     def __init__(self, run: Run, number: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class FailsAt(TorchDispatchMode):
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> set[int]:
-    """Where `__exit__` is called with three times None: no signal arrives between body and call."""
+    """Offsets of `__exit__(None, None, None)`: no signal arrives between the body and the call."""
     found = [(i.offset, i.opname, i.argval) for i in dis.get_instructions(code)]
     return {
         offset
@@ -210,7 +210,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A collection would run finalizers of the package at any line."""
+    """A collection could run the package's finalizers at any line."""
     gc.collect()
     gc.disable()
     try:
@@ -241,7 +241,7 @@ def _middle_of_phase_1(steps: int) -> list[Any]:
 def test_a_fault_at_every_point(
     way: str, steps: int, fault: type[FailsAt] | type[InterruptsAt], full: bool
 ) -> None:
-    """All points with `--full`, else some; in the first step, and in two later ones."""
+    """Tries all points with `--full`, else a sample; in the first step and in two later ones."""
     run = _started(way, steps)
     before = copy.deepcopy(run.state())
     with fault(run, 1 << 40) as counter:
@@ -259,7 +259,7 @@ def test_a_fault_at_every_point(
             except (torch.OutOfMemoryError, KeyboardInterrupt) as raised:
                 error = raised
                 if run.way not in APPLIED and fault is InterruptsAt:
-                    run.sgd.zero_grad()  # The first of two calls may have ended before.
+                    run.sgd.zero_grad()  # The first of two calls may have succeeded.
             made = run.opt.state_dict()["steps"] > steps
             if made and not same_bits(
                 run.state(), after
@@ -269,7 +269,7 @@ def test_a_fault_at_every_point(
                 noted = "the step has been made" in "".join(getattr(error, "__notes__", ()))
                 assert noted or sys.version_info < (3, 11), number
             elif made:
-                # Without an error where another point of a first step was the last one.
+                # There is no error if this run had fewer points than the first.
                 assert error is None or isinstance(error, KeyboardInterrupt), number
             else:
                 assert any(same_bits(run.state(), one) for one in allowed), number

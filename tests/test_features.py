@@ -145,7 +145,7 @@ def assert_definition(
     factor: float = 1.0,
     rtol: float = 1e-10,
 ) -> None:
-    """Calls `backward`: `.grad` has the definition times a factor, in memory of its own."""
+    """Calls `backward`; `.grad` equals the definition times a factor, and shares no memory."""
     many = [features] if isinstance(features, Tensor) else features
     expected, gramian = definition(opt, losses, many)
     opt.backward(unweighted or losses, features=features)
@@ -175,7 +175,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_updates_equal_the_definition(method: str, kind: str, tasks: str, scale: float) -> None:
-    """For some of the tasks and with a scaler, too."""
+    """Steps may have a subset of the tasks, and a scaler."""
     network = Network(kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
     opt = network.start(METHODS[method](), scaler=scaler)
@@ -185,7 +185,7 @@ def test_updates_equal_the_definition(method: str, kind: str, tasks: str, scale:
         losses = network.losses(z, [*tasks])
         (plain,) = torch.autograd.grad(sum(losses.values()), first, retain_graph=True)
         assert_definition(opt, losses, z, factor=scale)
-        if number == 0 and len(tasks) > 1:  # There is some surgery.
+        if number == 0 and len(tasks) > 1:  # Surgery changes every update but Sum's.
             assert torch.allclose(first.grad, scale * plain) == (method == "Sum")
         assert opt.report().step == number
         assert opt.report().scalars()["surgery_ms"] > 0
@@ -194,7 +194,7 @@ def test_updates_equal_the_definition(method: str, kind: str, tasks: str, scale:
 
 
 def test_weightings() -> None:
-    """A factor and a regularizer whose own parameter learns."""
+    """The weighting has factors, and regularizers with parameters that learn."""
     network, weighting = Network(), cs.UncertaintyWeights(dict.fromkeys(ABC, "classification"))
     for n, sigma in enumerate(weighting.parameters()):
         sigma.data.fill_(0.3 * n)
@@ -207,7 +207,7 @@ def test_weightings() -> None:
 
 
 def test_both_ways_in_turn() -> None:
-    """A call with features leaves nothing behind for a call without, nor the other way round."""
+    """A call with features leaves nothing behind for a call without, nor vice versa."""
     network = Network()
     opt = network.start(cs.MGDA())
     for _ in range(2):
@@ -235,9 +235,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert_definition(network.start(cs.MGDA()), losses, z, rtol=1e-5)
 
 
-# Graphs of every kind
-
-
 def _two_dtypes() -> Call:
     network = Network()
     first, second = network.features()
@@ -247,7 +244,7 @@ def _two_dtypes() -> Call:
 
 
 def _parts_of_one_output() -> Call:
-    """They are not dense, no loss needs the rest, and gradients are expanded."""
+    """The parts are not dense, no loss needs the rest, and gradients are expanded."""
     trunk = nn.Linear(3, 8).double()
     first, second = trunk(torch.randn(5, 3).double())[:, 1:7].chunk(2, dim=1)
     losses = {"a": first.mean(), "b": (second * torch.arange(3.0)).sum() - first.square().mean()}
@@ -255,7 +252,7 @@ def _parts_of_one_output() -> Call:
 
 
 def _heads_inside_the_trunk() -> Call:
-    """They are the tasks' own: each gets the gradient of its loss."""
+    """Each head belongs to one task, and gets the gradient of that task's loss."""
     model, _, x, targets = problem()
     z = model.trunk(x)
     losses = {t: (model.heads[t](z) - targets[t]).square().mean() for t in AB}
@@ -263,7 +260,7 @@ def _heads_inside_the_trunk() -> Call:
 
 
 def _neck_behind_features() -> Call:
-    """Outside the trunk, gradients add up; their common graph is there for both."""
+    """The neck is outside the trunk, so its gradients add up; its graph serves both losses."""
     network, neck = Network("residual", AB), nn.Conv2d(6, 6, 1).double()
     (z,) = network.features()
     return network.start(cs.PCGrad(), neck), network.losses([torch.sigmoid(neck(z))]), z
@@ -279,7 +276,7 @@ def _gradients_with_one_memory() -> Call:
 
 
 def _gradients_that_the_next_pass_overwrites() -> Call:
-    """As in the memory of a CUDA graph: parts of one allocation."""
+    """As in a CUDA graph, all passes write to one allocation."""
     memory = torch.empty(2, 20).double()
     reused = with_gradient(Tensor.clone, lambda grad: memory[1].view(5, 4).copy_(grad).detach())
     trunk = nn.Linear(3, 4).double()
@@ -317,7 +314,7 @@ def test_a_checkpointed_trunk(reentrant: bool) -> None:
 @pytest.mark.compile
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo's.
+)  # Dynamo causes this warning.
 def test_compiled_trunk_and_heads() -> None:
     network = Network()
     opt, z = network.start(cs.CAGrad()), network.features()
@@ -333,7 +330,7 @@ def test_compiled_trunk_and_heads() -> None:
 
 @pytest.mark.parametrize("method", [cs.Sum(), cs.PCGrad(), cs.GradDrop()], ids=repr)
 def test_every_hook_runs_once(method: cs.Method) -> None:
-    """A feature's hook gets the gradient that goes through the trunk, and its node runs once."""
+    """A feature's hook gets the combined gradient, and the feature's node runs once."""
     network, twin, calls = Network("residual"), Network("residual"), Counter[str]()
 
     def note(name: str) -> Callable[..., None]:
@@ -404,11 +401,8 @@ def test_graphs_are_freed_and_features_keep_no_gradient(retains: bool) -> None:
             torch.autograd.grad(loss, leaf)
 
 
-# Errors before anything is changed
-
-
 def _tokens(change: Callable[[Tensor], object]) -> Callable[[Network], Any]:
-    """Other features than the one that the loss depends on."""
+    """Features other than the one that the loss depends on."""
 
     def call(network: Network) -> tuple[Losses, object]:
         _, z = network.features()
@@ -418,7 +412,7 @@ def _tokens(change: Callable[[Tensor], object]) -> Callable[[Network], Any]:
 
 
 def _past(part: Callable[[Network], Tensor]) -> Callable[[Network], Any]:
-    """A part of b's loss leads past the features."""
+    """Part of b's loss bypasses the features."""
 
     def call(network: Network) -> tuple[Losses, Any]:
         z = network.features()
@@ -428,21 +422,21 @@ def _past(part: Callable[[Network], Tensor]) -> Callable[[Network], Any]:
 
 
 def _hidden(network: Network) -> tuple[Losses, Tensor]:
-    """Reentrant checkpointing shows no parameter."""
+    """Reentrant checkpointing hides the parameters."""
     y = checkpoint(network.trunk.embed, network.x, use_reentrant=True)
     z = network.trunk.tokens(y)
     return {"a": z.square().mean(), "b": z.mean() + y.mean()}, z
 
 
 def _behind(network: Network) -> tuple[Losses, Tensor]:
-    """A layer of the trunk whose gradients would only be added."""
+    """A trunk layer behind the features, whose gradients would only be added."""
     y = network.trunk.embed(network.x)
     z = network.trunk.tokens(y)
     return {"a": z.square().mean(), "b": z.mean()}, y
 
 
 def _another(number: int) -> Callable[[Network], Any]:
-    """Features of another network, alone or beside this one's."""
+    """Features of another network, alone or with this network's."""
 
     def call(network: Network) -> tuple[Losses, Any]:
         other = Network().requires_grad_(False)
@@ -493,7 +487,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
 def assert_refused(
     opt: cs.MultiTaskOptimizer, call: Any, match: str, error: Any = ValueError, **options: Any
 ) -> None:
-    """Neither parameters nor gradients change."""
+    """Asserts that neither parameters nor gradients change."""
     for p in parameters_of(opt):
         p.grad = torch.zeros_like(p)
     losses, features = call
@@ -508,7 +502,7 @@ def assert_refused(
 @pytest.mark.parametrize(("method", "steps"), [(cs.MGDA(), 0), (cs.MGDA(), 3), (cs.Sum(), 0)])
 @pytest.mark.parametrize("match", CALLS)
 def test_refused_calls(match: str, method: cs.Method, steps: int) -> None:
-    """In the first step or later."""
+    """They are refused in the first step and in later ones."""
     network = Network()
     network.x.requires_grad_()
     opt = network.start(method)
@@ -542,7 +536,7 @@ def _converted(network: Network, method: cs.Method) -> cs.MultiTaskOptimizer:
         (lambda n: n.start(cs.MGDA(), schedule=cs.Sequential()), "is in Phase 1: use step"),
     ],
 )
-def test_what_does_not_go_with_features(start: Callable[..., Any], match: str) -> None:
+def test_unsupported_with_features(start: Callable[..., Any], match: str) -> None:
     network = Network()
     call = {"a": network.heads["a"][0].weight.sum()}, torch.ones(1)
     assert_refused(start(network), call, match, (ValueError, RuntimeError))
@@ -573,9 +567,6 @@ def test_losses_and_features_of_one_compiled_function_are_refused() -> None:
 
     match = "a loss must depend on features, but that of 'a'"
     assert_refused(network.start(cs.CAGrad()), run(), match)
-
-
-# Errors in the passes: all gradients are None afterwards
 
 
 class Nothing(cs.Method):

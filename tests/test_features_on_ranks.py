@@ -50,7 +50,7 @@ SIZES = {2: (7, 5), 3: (5, 4, 3), 4: (3, 4, 2, 3)}
 
 
 class Trunk(nn.Module):
-    """Two features; the second one is behind a layer that the first one needs too."""
+    """Two features that share a stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Whole(nn.Module):
 
 
 class Network:
-    """A network as ranks share it: the trunk alone, or with its heads ("whole")."""
+    """A network distributed over ranks: the trunk alone, or with its heads ("whole")."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Network:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        buckets.BUCKET_BYTES = 300  # Several buckets.
+        buckets.BUCKET_BYTES = 300  # Small enough for several buckets.
         torch.manual_seed(1)
         self.alone, self.rank, self.sizes = kind == "alone", rank, SIZES[size]
         self.plain = Whole().to(dtype)
@@ -129,7 +129,7 @@ class Network:
     def losses(
         self, step: int, labels: Sequence[Sequence[str]] | None = None
     ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-        """The features, and losses that are the mean over the ranks with labels of a task."""
+        """The features, and each task's mean loss over the ranks that have its labels."""
         ranks = range(len(self.sizes)) if self.alone else [self.rank]
         labels = labels or [TASKS] * len(self.sizes)
         x, targets = self.x[step].split(self.sizes), self.targets[step].split(self.sizes, dim=1)
@@ -144,7 +144,7 @@ class Network:
 
     def backward(self, step: int, labels: Sequence[Sequence[str]] | None = None) -> Any:
         features, losses = self.losses(step, labels)
-        if not losses:  # The number of features is all that counts.
+        if not losses:  # Without losses, only the number of features counts.
             features = [torch.empty(0)] * 2
         return self.opt.backward(losses, features=features)
 
@@ -157,7 +157,7 @@ class Network:
 
 
 def _facts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
-    """The numbers of a report, and those of the states of the method and the weighting."""
+    """The numbers of a report, and of the states of the method and the weighting."""
     report = opt.report()
     states = opt.method.state_dict(), opt.weighting.state_dict()
     leaves = tree_leaves((report.gramian, report.task_weights, states))
@@ -176,7 +176,7 @@ def _trained(
 
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]:
-    """Rank 0 has all labels, then the last task's, whose loss needs one feature; one rank none."""
+    """Ranks lack some or all labels; the last task's loss needs only one of the features."""
     first = [TASKS, TASKS[1:], [], TASKS[:1]][:size]
     second = [TASKS[2:], [], TASKS[:1], TASKS[1:]][:size]
     labels = first, first, second, second, first[::-1], [TASKS] * size
@@ -184,7 +184,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
-    """With a scaler and a weighting that learns; a step with a loss of inf is skipped by all."""
+    """All ranks skip a step with an infinite loss; there are a scaler and a learning weighting."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
     options = {"weighting": weighting, "scaler": scaler}
@@ -222,8 +222,7 @@ def test_ranks_train_as_one_process(pools: Pools, case: Any, method: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, alone={"kind": "alone"}, rtol=1e-13)
-def test_an_update_in_float64_is_that_of_the_whole_batch(rank: int, kind: str) -> list[Tensor]:
-    """Up to rounding."""
+def test_an_update_in_float64_equals_the_whole_batchs(rank: int, kind: str) -> list[Tensor]:
     network = Network(kind, rank, 2, cs.UPGrad(), torch.float64)
     network.backward(0)
     return whole_copies(1e8 * p.grad for p in network.plain.parameters() if p.grad is not None)
@@ -232,7 +231,7 @@ def test_an_update_in_float64_is_that_of_the_whole_batch(rank: int, kind: str) -
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2)
 def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
-    """Beside it, K x K products, the heads, and after either pass 2 K + 2 losses and factors."""
+    """A step also sends K x K products, the heads, and after either pass 2 K + 2 numbers."""
     network = Network(kind, rank, 2, cs.PCGrad())
     for step in range(2):
         network.backward(step)
@@ -242,7 +241,7 @@ def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
     tasks, trunk = len(TASKS), [*network.plain.trunk.parameters()]
     small = tasks * tasks + 2 * (2 * tasks + 2)
     heads = sum(p.numel() for p in network.plain.heads.parameters() if p.grad is not None)
-    if kind == "replicated":  # In some buckets, each with a few more elements at its end.
+    if kind == "replicated":  # In buckets with a little padding.
         buckets = sent.numbers["allreduce"] - 4
         padding = sent.elements["allreduce"] - small - heads - sum(p.numel() for p in trunk)
         assert sent.numbers.total() == buckets + 4 > 5
@@ -251,7 +250,7 @@ def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
         rows = sum(-(-len(p) // 2) * 2 * p.shape[1:].numel() for p in trunk)
         assert sent.elements["allreduce"] == small + heads
         assert sent.elements["reduce_scatter_base"] == rows
-    # Before the passes, after those of the heads, after that of the trunk.
+    # Before the passes, after the heads' passes, and after the trunk's pass.
     assert sent.messages == 3
 
 
@@ -327,7 +326,7 @@ RESETS = pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cann
 @pytest.mark.parametrize("where", ["heads.normals.1", "trunk.stem"])
 @on_ranks(2)
 def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
-    """On one rank of replicas, on all with shards; of the trunk, after buckets were sent."""
+    """It fails on one replica, or on all shards; a pass of the trunk, after buckets were sent."""
     network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
     error, message = RankError, r"^rank 1 failed in step \d: BrokenError: in a hook"
     if fails := rank == 1 or kind != "replicated":
@@ -364,7 +363,7 @@ def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
 )
 @on_ranks(2)
 def test_features_that_differ_between_ranks(rank: int, given: str, message: str) -> None:
-    """The error reaches all, before anything is changed."""
+    """All ranks raise before anything is changed."""
     network = Network("replicated", rank, 2, cs.PCGrad())
     network.backward(0)
     network.step()
@@ -384,7 +383,7 @@ def test_features_that_differ_between_ranks(rank: int, given: str, message: str)
 
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2)
-def test_what_does_not_go_with_features_on_ranks(rank: int, kind: str) -> None:
+def test_unsupported_with_features_on_ranks(rank: int, kind: str) -> None:
     network = Network(kind, rank, 2, cs.GradDrop())
     with refused(network.state, ValueError, r"method must not draw .*many ranks.*GradDrop\("):
         network.backward(0)

@@ -1,4 +1,4 @@
-"""In other people's loops: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
+"""Other people's loops: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
 
 import copy
 from functools import partial
@@ -33,14 +33,14 @@ pytestmark = [
 
 @pytest.fixture
 def group(tmp_path):
-    """One process as a group of its own."""
+    """A process group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Trunk(nn.Sequential):
-    """With a forward method that torch does not leave out when it compiles."""
+    """Has its own forward method, as torch.compile skips the one of nn.Sequential."""
 
     def forward(self, x):
         for layer in self:
@@ -52,7 +52,7 @@ PRIORITIZED = {"0.weight": "1", "3.weight": "4"}
 
 
 def _trunk(tasks=AB):
-    """Two convolutions, normalized, and an activation in place."""
+    """Two convolutions with normalizations, and an in-place activation."""
     torch.manual_seed(0)
     first, second = ((nn.Conv2d(n, 8, 3), nn.BatchNorm2d(8)) for n in (3, 8))
     trunk = Trunk(*first, nn.ReLU(inplace=True), *second, nn.Flatten())
@@ -72,7 +72,7 @@ def _counted():
 @pytest.mark.parametrize("way", ["wrapped trunk", "closure alone", "in place"])
 @BOTH_PHASES
 def test_compiled_trunks(way, schedule):
-    """One graph per task, from the first compiled step on, and none is broken into pieces."""
+    """From the first compiled step on, each task has one graph, without breaks."""
     counter, x, networks = _counted(), torch.randn(4, 3, 8, 8), []
     for compiled in (False, True):
         trunk = _trunk()
@@ -93,7 +93,7 @@ def test_compiled_trunks(way, schedule):
 
 @pytest.mark.compile
 def test_more_tasks_than_torch_compiles_graphs_for():
-    """Eight by default, beyond which it would run eagerly, or raise if it must be one graph."""
+    """Beyond eight by default, torch would run eagerly, or raise with `fullgraph`."""
     counter, names = _counted(), [f"t{n}" for n in range(10)]
     trunk, x = _trunk(names), torch.randn(4, 3, 8, 8)
     network = torch.compile(trunk, backend=counter, fullgraph=True)
@@ -102,7 +102,7 @@ def test_more_tasks_than_torch_compiles_graphs_for():
     for _ in range(3):
         opt.step(_loss(network, x))
     assert counter.frame_count == len(names) > limit
-    # To predict: other graphs, of a mode of their own.
+    # Prediction has its own graphs, in evaluation mode.
     trunk.eval()
     for name in names:
         with torch.no_grad(), cs.nn.active_task(trunk, name):
@@ -112,7 +112,7 @@ def test_more_tasks_than_torch_compiles_graphs_for():
 
 
 class Growing(nn.Module):
-    """A second layer runs from a certain pass on."""
+    """A network whose second layer runs only in some passes."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Growing(nn.Module):
 
 @pytest.mark.compile
 def test_a_layer_that_first_runs_in_a_graph():
-    """The pass of the next task is watched then; the graphs stay whole."""
+    """The next task's pass is then watched; graphs do not break."""
     torch._dynamo.reset()
     x = torch.randn(8, 3)
     # A second network of the class runs the graphs of the first, which have no hook.
@@ -141,7 +141,7 @@ def test_a_layer_that_first_runs_in_a_graph():
 
 @pytest.mark.compile
 def test_a_layer_that_runs_in_evaluation_only():
-    """Its first run there neither ends the compiled steps nor enters the report."""
+    """Its first run neither ends the compiled steps nor enters the report."""
     torch._dynamo.reset()
     runs: list[int] = []
     trunk = cs.nn.convert_task_batchnorm(Growing(), AB)
@@ -171,7 +171,7 @@ def test_extract_from_a_compiled_trunk():
 @BOTH_PHASES
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_several_optimizers(schedule, scale):
-    """One for each head: those of tasks without a loss have nothing to step."""
+    """One optimizer per head; those of tasks without a loss have nothing to step."""
     setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale > 1 else None
@@ -192,7 +192,7 @@ def test_repr():
 
 
 class Dense(Whole):
-    """A trunk for one forward pass, and heads."""
+    """A trunk that runs once for all tasks, and heads."""
 
     def losses(self, x) -> dict[str, Tensor]:
         z = self.trunk(x)
@@ -206,7 +206,7 @@ def _dense():
 
 
 def _train(model, optimizers, method, way="step", **options):
-    """Three steps, by the optimizer itself or by hand."""
+    """Makes three steps, with `step`, or with `backward` and the optimizers' own steps."""
     x = torch.ones(7, 5).cumsum(0).cos()
     opt = cs.MultiTaskOptimizer(model.trunk, optimizers, AB, copy.deepcopy(method), **options)
     for _ in range(3):
@@ -219,7 +219,7 @@ def _train(model, optimizers, method, way="step", **options):
 
 
 def test_muon_for_matrices_beside_adamw():
-    """As the two stepped by hand."""
+    """The result equals that of stepping both by hand."""
     models = []
     for way in ("step", "backward"):
         model, _ = _dense()
@@ -231,7 +231,7 @@ def test_muon_for_matrices_beside_adamw():
 
 
 def _with_factor(model, sgd, train):
-    """The factor is measured: Nash-MTL's update has a norm that does not depend on it."""
+    """The factor must be measured: the norm of Nash-MTL's update does not depend on it."""
 
     def divide(*_):
         for p in model.parameters():
@@ -306,7 +306,7 @@ def test_a_backward_that_scales_beside_a_scaler():
 
 
 def test_accelerate_must_not_accumulate_around_a_step(accelerate):
-    """The optimizer's steps do nothing there until the last micro-batch."""
+    """Inside `accumulate`, the optimizer only steps in the last micro-batch."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, sgd = accelerator.prepare(*_dense())
     refused = pytest.raises(RuntimeError, match="optimizer must step now")
@@ -316,7 +316,7 @@ def test_accelerate_must_not_accumulate_around_a_step(accelerate):
 
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_in_the_buckets_of_ddp(group, views):
-    """One process; with `gradient_as_bucket_view` each pass writes where the last one wrote."""
+    """One process; with `gradient_as_bucket_view`, a pass overwrites the last one's gradients."""
     networks, x = [], torch.randn(7, 5)
     for wrapped in (False, True):
         model, sgd = _dense()
@@ -333,7 +333,7 @@ def test_gradients_in_the_buckets_of_ddp(group, views):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("sharded", [[0], [1], [0, 1]])
 def test_hooks_of_fully_shard_are_seen_through(group, sharded):
-    """On a single layer, and on its normalization: they hand on what they got, as views."""
+    """The hooks of a layer and of its normalization hand on their inputs as views."""
     from torch.distributed.fsdp import fully_shard
 
     mesh, trunk = dist.init_device_mesh("cpu", (1,)), _trunk()

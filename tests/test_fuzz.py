@@ -9,7 +9,7 @@ from layers import EMULATION, INTERPRETED, SMALL
 pytestmark = pytest.mark.kernel
 
 HERE = {"cpu": True, "triton": INTERPRETED, "cuda": bool(EMULATION)}
-"""Whether a backend computes on this machine's memory, where tensors may have any layout."""
+"""Whether a backend computes in this machine's memory, where tensors may have any layout."""
 
 
 @pytest.mark.parametrize("part", range(4))

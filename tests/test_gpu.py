@@ -1,4 +1,4 @@
-"""Tests that need a GPU; the operators' own run there through the `backend` fixture."""
+"""Tests that need a GPU; the operators' tests run on it through the `backend` fixture."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextlib.contextmanager
 def never_waits() -> Iterator[None]:
-    """Raises where the host waits for the device."""
+    """Raises if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -47,7 +47,7 @@ def never_waits() -> Iterator[None]:
 
 
 def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[[], list[Tensor]]]:
-    """Every operator of a step on tensors that stay, as a function that returns what it wrote."""
+    """Every operator of a step on fixed tensors, as a function that returns what it wrote."""
     arguments = trunk_arguments([sample(kind, tasks, torch.float32) for kind in KINDS])
     updates = arguments["updates"]
     grads = arguments["grads"] = [grad.contiguous() for grad in arguments["grads"]]
@@ -88,14 +88,14 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("tasks", [1, 4, 8, 9])
 def test_sanitized_steps(backend: str, tasks: int) -> None:
-    """Every operator on small sizes: what `make sanitize-gpu` runs under the sanitizers."""
+    """Runs every operator on small sizes, for `make sanitize-gpu`."""
     for run in _calls(tasks).values():
         assert all(written.isfinite().all() for written in run())
 
 
 @each_step
 def test_same_bits_in_every_run(backend: str, name: str) -> None:
-    """And no host synchronization from the gradients to the update."""
+    """There is no host synchronization between the gradients and the update."""
     run = _calls()[name]
     first = _copies(run())
     for _ in range(20):
@@ -120,7 +120,7 @@ def test_capture_and_replay(backend: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["drop", "pcgrad", "gradvac"])
 def test_a_counter_draws_anew_in_replays(backend: str, name: str) -> None:
-    """As eager calls of the next steps, which differ; the host does not read it."""
+    """Replays equal the eager calls of successive steps; the host does not read the counter."""
     counter = torch.zeros(1, dtype=torch.int64)
     run = _calls(counter=counter)[name]
     expected = []
@@ -139,7 +139,7 @@ def test_a_counter_draws_anew_in_replays(backend: str, name: str) -> None:
 
 
 def _assert_trains_alike(train: Callable[..., Loop]) -> None:
-    """Captured and eager steps, up to the order of sums in torch's own kernels."""
+    """Compares captured with eager steps, up to the order of sums in torch's own kernels."""
     found = []
     for captured in (True, False):
         loop = train(captured=captured)
@@ -150,7 +150,6 @@ def _assert_trains_alike(train: Callable[..., Loop]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_captured_steps(backend: str, case: str) -> None:
-    """Warm-up, capture and replays."""
     _assert_trains_alike(lambda captured: CASES[case](captured=captured).train())
 
 
@@ -159,7 +158,7 @@ def test_captured_steps(backend: str, case: str) -> None:
 def test_captured_optimizers(
     backend: str, kind: Callable[..., torch.optim.Optimizer], scaled: bool
 ) -> None:
-    """Also with a scaler, and with a learning rate that a schedule writes in device memory."""
+    """A schedule writes the learning rate to device memory; there may be a scaler."""
     options = {} if kind is torch.optim.SGD else {"capturable": True}
 
     def train(captured: bool) -> Loop:
@@ -176,7 +175,7 @@ def test_captured_optimizers(
 
 
 def test_captured_again_after_a_change(backend: str) -> None:
-    """A learning rate that is a number, in both phases; the graphs' memory is made anew."""
+    """The learning rate is a number, so a change captures both phases again, in new memory."""
 
     def train(captured: bool) -> Loop:
         loop = Loop(cs.GradDrop(), cs.Mixed(3, 1, "step"), captured=captured)
@@ -194,7 +193,7 @@ def test_replays_do_not_wait(backend: str) -> None:
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
 @pytest.mark.parametrize("captured", [False, True])
 def test_reports_do_not_wait(backend: str, method: cs.Method, captured: bool) -> None:
-    """The time of the surgery is known from the step after the first report on, if it is eager."""
+    """Only the surgery of eager steps is timed, from the step after the first report on."""
     loop = Loop(method, captured=captured).train(stop=6)
     with never_waits():
         report = loop.opt.report()
@@ -208,7 +207,7 @@ def test_reports_do_not_wait(backend: str, method: cs.Method, captured: bool) ->
 def test_a_capture_around_a_step_is_refused(backend: str) -> None:
     loop = Loop(cs.PCGrad(), captured=False).train(stop=3)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1)  # A graph without a kernel warns.
+        torch.zeros(1)  # An empty graph would warn.
         with pytest.raises(RuntimeError, match=r"use MultiTaskOptimizer\.capture"):
             loop.step()
 
@@ -266,7 +265,7 @@ def test_more_than_2_to_the_31_elements(backend: str) -> None:
 
 
 def test_a_large_trunk(backend: str) -> None:
-    """Programs wait and overtake each other; the result is still that of the reference."""
+    """Programs wait for and overtake each other; the result still equals the reference."""
     kind = Kind("layer", (512, 256, 3, 3))
     arguments = trunk_arguments([sample(kind, 4, torch.float32) for _ in range(6)])
     updates = [update.fill_(torch.nan) for update in arguments["updates"]]
@@ -297,7 +296,7 @@ def test_training_as_on_the_cpu(backend: str, method: cs.Method) -> None:
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
 def test_step_together(backend: str, method: cs.Method) -> None:
-    """Three steps in float64, as `step`; after the first, which checks the trunk, none waits."""
+    """Three float64 steps equal `step`; only the first, which checks the trunk, waits."""
     first, second = Setup(), Setup()
     one, other = first.start(method), second.start(copy.deepcopy(method))
     for batch in range(3):
@@ -308,7 +307,7 @@ def test_step_together(backend: str, method: cs.Method) -> None:
 
 
 def test_a_step_that_fails(backend: str) -> None:
-    """Running statistics are as before, whichever kernel has copied them."""
+    """Running statistics are unchanged, whichever kernel has copied them."""
     setup = Setup()
     opt = setup.start()
     opt.step(setup.closure(0))
@@ -326,7 +325,7 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
 
 
 def _balanced(device: str) -> list[Tensor]:
-    """Parameters after some steps of a GradientBalancer; all but the first two without waiting."""
+    """Parameters after some steps of a GradientBalancer; from the third step on, none waits."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         trunk, heads = nn.Linear(12, 90), nn.ModuleDict({t: nn.Linear(90, 1) for t in "ab"})
@@ -348,5 +347,5 @@ def _balanced(device: str) -> list[Tensor]:
 def test_balancer(backend: str) -> None:
     with cs.use_backend("cpu"), torch.device("cpu"):
         expected = _balanced("cpu")
-    # Products of sketches are in float32 within a thread.
+    # Within a thread, products of sketches are added in float32.
     torch.testing.assert_close(_balanced("cuda"), expected, rtol=1e-6, atol=1e-9)

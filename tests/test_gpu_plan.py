@@ -1,4 +1,4 @@
-"""The plan of a GPU's blocks: no order of waiting deadlocks, every element is visited once."""
+"""The plan of a GPU's blocks: waits never deadlock, and every element is visited once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ refused = partial(pytest.raises, RuntimeError, match="run one step before the ca
 def test_items_depend_on_earlier_ones(
     monkeypatch: pytest.MonkeyPatch, operators: GpuOperators, tasks: int, processors: int, eps: bool
 ) -> None:
-    """On a GPU of any size; otherwise a block could wait for one that never starts."""
+    """On a GPU of any size, no block may wait for one that never starts."""
     if operators is cuda.operators and cuda._kernels is None:
         pytest.skip("cs_kernels was built without CUDA kernels")
     monkeypatch.setattr(phase2_plan, "multiprocessors", lambda device: processors)
@@ -60,7 +60,7 @@ def test_items_depend_on_earlier_ones(
         )
         assert max(energy, default=-1) < min(summed, default=len(items))
         assert max(summed, default=-1) < min(projected, default=len(items))
-        if projected:  # Not so late that the cache has lost what they read.
+        if projected:  # Early enough that the cache still has what they read.
             between = items[max(summed) + 1 : projected[-1]]
             lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
             assert lag <= tiling.lag * processors
@@ -98,7 +98,7 @@ def test_groups_have_their_items_together(
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Says whether the GPU's stream is being captured."""
+    """Sets whether the GPU's stream counts as captured."""
     state = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
     return lambda capturing: state.__setitem__(0, capturing)
@@ -136,7 +136,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     capture(False)
     assert device.host_buffer(10, GPU) is not device.host_buffer(10, GPU)
     memory = pinned[0]
-    assert len(pinned) == 3  # A megabyte once, and a buffer for each step.
+    assert len(pinned) == 3  # A reserve of a megabyte, and one buffer per step.
     capture(True)
     with device.captured_tables() as captured:
         buffers = [device.host_buffer(10 + n, GPU) for n in range(20)]
@@ -155,7 +155,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
 
 
 def test_kernels_with_other_tables_are_refused() -> None:
-    """Else they would read one field for another."""
+    """Otherwise they would mistake one field for another."""
 
     class Kernels:
         def tables(self) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Whose gradient is whose, and where gradients and the update live: `cs_kernels/gradients.py`."""
+"""`cs_kernels/gradients.py`: which task owns a gradient, and where gradients and updates live."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ WAYS = {
 def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
-    """It gets no weight, and the Gramian is that of the trunk alone."""
+    """It gets no task weight, and the Gramian covers only the trunk."""
     model, loss, opt = started_problem(copy.deepcopy(method))
     losses = {task: loss(task) for task in AB}
     expected = step_by_hand(copy.deepcopy(method), [*model.trunk.parameters()], losses)
@@ -59,16 +59,16 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
     ("method", "steps"),
     [
         (cs.Sum, [(AB, False, OWN)]),
-        # A batch of one task says nothing about what the others reach.
+        # A batch of one task says nothing about the reach of the others.
         (cs.PCGrad, [(["a"], False, {}), (["b"], False, OWN)]),
-        # What a second task reaches later is shared.
+        # A parameter that a second task reaches later is shared.
         (cs.NashMTL, [(AB, False, OWN), (AB, True, OWN_OF_B)]),
     ],
 )
 def test_owners_of_parameters(
     method: type[cs.Method], steps: list[tuple[list[str], bool, dict[str, str]]], way: str
 ) -> None:
-    """They stand in the report, and a checkpoint has them."""
+    """They are in the report and in checkpoints."""
     model, loss, opt = started_problem(method())
     for tasks, crosses, own in steps:
         WAYS[way](
@@ -86,7 +86,7 @@ def test_owners_of_parameters(
 @BOTH_PHASES
 @pytest.mark.parametrize("some", [False, True])
 def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: bool) -> None:
-    """A task with passes while a parameter was frozen has not said whether it reaches it."""
+    """Passes while a parameter is frozen do not tell whether the task reaches it."""
     setup, opt = started(schedule=schedule)
     setup.trunk.requires_grad_(False)
     setup.trunk.stem.bias.requires_grad_(some)
@@ -104,7 +104,7 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
-    """Its gradient counts as zero for that task; one that nobody uses keeps None."""
+    """It belongs to the task that uses it; a parameter that nobody uses keeps None."""
     layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
     norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 
@@ -138,7 +138,7 @@ CASTS: list[Callable[[Setup], object]] = [
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
 def test_moved_between_steps(backend: str, method: cs.Method) -> None:
-    """The update has the parameter's dtype and memory format, as it is then."""
+    """The update has the parameter's current dtype and memory format."""
     setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
     opt, weight = setup.start(method), setup.trunk.stem.weight
     opt.step(setup.closure(0))
@@ -154,7 +154,7 @@ def test_moved_between_steps(backend: str, method: cs.Method) -> None:
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(9)], ids=repr)
 def test_memory_beside_the_gradients_is_one_update(schedule: cs.Schedule) -> None:
-    """A method sees autograd's own gradients; the update's buffers are those of the last one."""
+    """A method sees autograd's own gradients, and an update reuses the last one's buffers."""
     seen: list[int] = []
 
     class Seeing(cs.PCGrad):
@@ -177,8 +177,8 @@ def test_memory_beside_the_gradients_is_one_update(schedule: cs.Schedule) -> Non
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
-    """Views of one buffer that every backward pass writes again, as DistributedDataParallel's."""
+def test_a_gradient_in_a_shared_bucket_is_copied(detached: bool) -> None:
+    """It is a view of a buffer that every pass overwrites, as in DistributedDataParallel."""
     (model, loss, opt), (twin, other, straight) = (started_problem(cs.PCGrad()) for _ in range(2))
     shared = [*model.trunk.parameters()]
     sizes = [p.numel() for p in shared]
@@ -199,7 +199,7 @@ def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
     ("method", "schedule"), [(cs.Sum(), cs.Joint()), (cs.PCGrad(), cs.Sequential())], ids=str
 )
 def test_no_gradient_stays_during_a_forward_pass(method: cs.Method, schedule: cs.Schedule) -> None:
-    """Phase 1 frees the last task's gradients, the plain sum those of the last step."""
+    """Phase 1 frees the last task's gradients, the plain sum the last step's."""
     setup, opt = started(method, schedule)
     last: list[weakref.ref[Tensor]] = []
     alive = []

@@ -23,7 +23,7 @@ Losses = dict[str, Tensor]
 
 
 class Given(cs.GramianMethod):
-    """Takes its task weights from a list, the next ones in each step that solves."""
+    """Takes task weights from a list, one entry per step that solves."""
 
     def __init__(self, *weights: Sequence[float], update_every: int = 3, groups: Any = "all"):
         super().__init__(groups, update_every)
@@ -64,7 +64,7 @@ def gradients(losses: Losses, parameters: Sequence[nn.Parameter]) -> dict[str, A
 
 
 def assert_update(opt: Any, rows: Mapping[str, Any], own: Iterable[Tensor]) -> None:
-    """The trunk's parameters have the weighted sum in `.grad`; `own` ones and heads the sum."""
+    """`.grad` is the weighted sum for shared parameters, the plain sum for `own` ones and heads."""
     report, own = opt.report(), set(own)
     assert report.rows == tuple(rows)
     weights = report.task_weights.view(-1, len(rows)).tolist()
@@ -93,8 +93,8 @@ def follow(
 ) -> list[int]:
     """Compares every update with plain autograd's; returns the trunk's backward passes by step.
 
-    `since` has the steps that have solved for task weights; `own` parameters of the trunk have
-    been reached by one task only.
+    `since` names the step whose solution each step uses; `own` gives the trunk's parameters that
+    only one task has reached.
     """
     parameters = opt.optimizer.param_groups[0]["params"]
     norms, passes = cs.nn.task_norms(opt.trunk), Counter[int]()
@@ -116,7 +116,7 @@ class Step(NamedTuple):
     calls: Sequence[Sequence[str]] = (TASKS,)
     """The tasks of its micro-batches."""
     factors: Mapping[str, float] = {}
-    """By task: multiplies the loss."""
+    """Factors of the losses, by task."""
     features: bool = False
     """Whether gradients are combined at the trunk's output."""
     change: Callable[[Any], object] = lambda opt: None
@@ -145,7 +145,7 @@ class Network:
         return {t: (self.heads[t](z) - n).square().mean() for n, t in enumerate(TASKS)}
 
     def micro_batches(self, number: int, step: Step) -> list[tuple[Tensor, Losses]]:
-        """The features and losses of each."""
+        """The features and the losses of each micro-batch."""
         batches = [self.features(number + n) for n in range(len(step.calls))]
         return [
             (z, {t: self.losses(0, z)[t] * step.factors.get(t, 1) for t in tasks})
@@ -197,7 +197,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
     "features": (Given(*THREE), "ffff", "0003"),
     "features by layer": (Given(*THREE, groups="layer"), "ffff", "0003"),
     "features in turn": (cs.UPGrad("all", 9), "ff..ff", "002244"),
-    # MGDA would train nothing but a task that had no labels in the batch that solves.
+    # If a task had no labels in the batch that solves, MGDA would train only this task.
     "zero": (cs.MGDA(update_every=3), "0..00.", "011145"),
     "zero by layer": (cs.MGDA(groups="layer", update_every=3), "0..00.", "011145"),
     "a NaN solution": (Given((math.nan, 1.0, 1.0), (1.0, 1.0, 1.0)), "....", "0111"),
@@ -206,7 +206,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
     "infinity in the next solution": (cs.UPGrad("all", 3), "...i..", "000344"),
     "other tasks": (Given(*THREE, update_every=9), "..ss..", "002244"),
     "micro-batches": (Given(*THREE), "mmmm", "0003"),
-    # The first call does not know of the second.
+    # The first call does not know the tasks of the second.
     "micro-batches of other tasks": (cs.UPGrad("all", 9), "bbcdc", "01224"),
     "a layer left out": (cs.UPGrad("layer", 9), "44334", "00224"),
     "a frozen layer": (cs.UPGrad("layer", 9), "..FU", "0023"),
@@ -215,7 +215,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
 
 @pytest.mark.parametrize("story", STORIES)
 def test_steps_that_solve(story: str) -> None:
-    """A step between two of them makes one backward pass per micro-batch."""
+    """A step between two solutions makes one backward pass per micro-batch."""
     method, letters, since = STORIES[story]
     network, steps, since = Network(), [STEPS[x] for x in letters], [*map(int, since)]
     opt = network.start(copy.deepcopy(method))
@@ -234,7 +234,7 @@ def test_steps_that_solve(story: str) -> None:
 
 
 def _hidden(module: nn.Module, x: Tensor) -> Tensor:
-    """Runs a module whose parameters the graph does not have, as reversible networks do."""
+    """Runs a module whose parameters are not in the graph, as reversible networks do."""
 
     def backward(grad: Tensor) -> Tensor | None:
         y = x.detach().requires_grad_()
@@ -250,7 +250,7 @@ reentrant = partial(checkpoint, use_reentrant=True)
 
 
 def _nonlinear(m: Any, z: Tensor, task: str) -> Tensor:
-    """Hooks and functions of one task need not be linear: they must see its own gradient."""
+    """Hooks and functions of one task may be nonlinear: they must see this task's own gradient."""
     z = z * 1.0
     if task == "a":
         z.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -260,17 +260,17 @@ def _nonlinear(m: Any, z: Tensor, task: str) -> Tensor:
 
 
 class Case(NamedTuple):
-    """What stands between the input and the losses of a `Decoder`, and what follows from it."""
+    """The functions between a `Decoder`'s input and its losses, and what must follow from them."""
 
     trunk: Callable[..., Tensor] = lambda m, z: m.trunk["two"](z)
     head: Callable[..., Tensor] = lambda m, z, task: m.heads[task](z)
     losses: Callable[..., Losses] = lambda m, losses: losses
     prepare: Callable[..., object] = lambda m: None
     one_pass: bool = True
-    """Whether one backward pass is right in a step that does not solve."""
+    """Whether a single backward pass is correct in a step that does not solve."""
     since: str = "00033"
     shared_from: int = 9
-    """The step from which on a's adapter is no own part of the trunk."""
+    """The step from which the adapter of "a" also belongs to another task."""
 
 
 def _behind_adapters(m: Any, z: Tensor, task: str) -> Tensor:
@@ -299,7 +299,7 @@ CASES = {
     "learned": Case(losses=lambda m, x: {t: x[t] * (-w).exp() + w for t, w in m.learned.items()}),
     "layer behind adapters": Case(head=_behind_adapters),
     "own adapters": OWN._replace(head=_behind_adapters),
-    # A parameter that is reached first gets the plain sum once; then the weights are solved.
+    # A newly reached parameter gets the plain sum once; the next step solves for weights.
     "adapters unfrozen": OWN._replace(
         trunk=lambda m, z: (m.between.requires_grad_(m.number > 0), m.trunk["two"](z))[1],
         head=_behind_adapters,
@@ -333,7 +333,7 @@ CASES = {
     "input with a gradient": MANY._replace(prepare=lambda m: m.x.requires_grad_()),
     "reentrant": MANY._replace(trunk=lambda m, z: reentrant(m.trunk["two"], z)),
     "reentrant heads": MANY._replace(head=lambda m, z, t: reentrant(m.heads[t], z)),
-    # The penalty shows the parameters of a head whose other use the checkpoint hides.
+    # The penalty shows a head's parameters; the checkpoint hides their other use.
     "reentrant heads with a penalty": MANY._replace(
         head=lambda m, z, t: reentrant(m.heads[t], z),
         losses=lambda m, x: {t: x[t] + m.heads[t].weight.square().sum() for t in x},
@@ -371,7 +371,7 @@ class Decoder(nn.Module):
         return self.case.losses(self, losses)
 
     def start(self, method: cs.Method) -> cs.MultiTaskOptimizer:
-        """The torch optimizer holds the parameters that a loss reaches."""
+        """The torch optimizer holds only parameters that a loss reaches."""
         rows = gradients(self.losses(0), [*self.parameters()])
         columns = zip(self.parameters(), *rows.values(), strict=True)
         used = nn.ParameterList(p for p, *grads in columns if grads != [None, None])
@@ -391,7 +391,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("way", ["step", "backward"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_other_parameters_are_not_weighted(case: str, way: str) -> None:
-    """`backward` makes one pass where it gives that, else one per task."""
+    """`backward` makes one pass where that gives the right gradients, else one per task."""
     model, since = Decoder(CASES[case]), [*map(int, CASES[case].since)]
     opt = model.start(Given(*TWO))
 
@@ -426,7 +426,7 @@ def test_a_pass_for_each_task_frees_the_graph() -> None:
     ],
 )
 def test_task_specific_normalization(method: Any, way: str, micro_batches: int) -> None:
-    """Its gradients are not weighted; `step_together` makes the updates of `step`."""
+    """Its gradients are not weighted; `step_together` and `step` make the same updates."""
     setup = Setup()
     opt = setup.start(copy.deepcopy(method))
     norms = {p for norm in cs.nn.task_norms(setup.trunk) for p in norm.parameters()}
@@ -455,7 +455,7 @@ def test_task_specific_normalization(method: Any, way: str, micro_batches: int) 
 
 
 def test_steps_between_keep_one_gradient() -> None:
-    """The update before is freed, where the next one would be written with rows."""
+    """With kept weights, the previous update is freed; otherwise, its memory is used again."""
     for every in (1, 3):
         network = Network()
         opt = network.start(cs.PCGrad(update_every=every))
@@ -466,7 +466,7 @@ def test_steps_between_keep_one_gradient() -> None:
 
 
 def test_a_method_object_of_two_loops() -> None:
-    """Each loop has task weights of its own."""
+    """Each loop has its own task weights."""
     method = cs.CAGrad(update_every=4)
     networks = [Network(), Network()]
     opts = [network.start(method) for network in networks]
@@ -507,7 +507,7 @@ def test_a_state_of_other_groups_is_not_used() -> None:
 
 @pytest.mark.parametrize("how", ["scaler", "backward"])
 def test_factors_of_losses(how: str) -> None:
-    """The update has the factor; the weights, and what is trained, do not."""
+    """The update has the factor, but neither the task weights nor the trained network do."""
     states = []
     for factor in (1.0, 64.0):
         scaler, network = torch.amp.GradScaler("cpu", init_scale=factor), Network()
@@ -538,7 +538,7 @@ def test_factors_of_losses(how: str) -> None:
     ids=repr,
 )
 def test_weighted_losses(weighting: cs.Weighting) -> None:
-    """Task weights apply to the gradients of the weighted losses, which go on changing."""
+    """Kept task weights apply to weighted losses, whose loss weights go on changing."""
     network, weighting = Network(), copy.deepcopy(weighting)
     learned = weighting.parameters()
     opt = network.start(Given(*THREE), nn.ParameterList(learned), weighting=weighting)
@@ -593,7 +593,7 @@ def test_states_move_in_steps_that_solve(
     ids=repr,
 )
 def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -> None:
-    """Also if it stops between two steps that solve, before any pass of the new process."""
+    """It may stop between two solutions, and resumes them in a new process without a pass."""
 
     def trained(first: int, last: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
         network = Network()
@@ -698,7 +698,7 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
 @pytest.mark.parametrize("how", ["thawed", "frozen", "switched in the closure"])
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_a_resumed_run_with_other_parameters_that_train(how: str, cut: int) -> None:
-    """What trained at the last solve is part of the state, so both solve in the same steps."""
+    """The state has what trained at the last solution, so both runs solve in the same steps."""
     results = []
     for at in (None, cut):
         torch.manual_seed(0)

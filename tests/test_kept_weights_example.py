@@ -1,4 +1,4 @@
-"""The example with cached task weights: what it trains, draws and writes."""
+"""The example with cached task weights: its training, picture and tables."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """What the script makes of the part to train on, and of a small one to evaluate on."""
+    """Runs the script on the training scene, with a small scene to evaluate on."""
     train, test = stereo.load()
     scenes = train, test.crop(slice(0, 64), slice(0, 64))
     folder, runs, drawn = tmp_path_factory.mktemp("kept_weights"), [], []
@@ -72,7 +72,7 @@ def test_every_1_is_the_method_without_the_option(name: str, made: Made) -> None
 
 
 def test_weights_are_kept(made: Made) -> None:
-    """Steps 0 and 5 of eight solve for weights, or the first one alone."""
+    """All steps solve for weights, or steps 0 and 5 of eight, or only the first."""
     assert list(made.runs) == [
         kept_weights.SUM,
         *((name, every) for name in kept_weights.METHODS for every in kept_weights.EVERY),

@@ -1,4 +1,4 @@
-"""Properties that follow from the definition, for shapes and numbers that hypothesis chooses."""
+"""Properties that follow from the definition, for shapes and numbers that hypothesis draws."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A loss depends on parameters that the optimizer holds, and on this very trunk's."""
+"""Losses must depend on this trunk, and only on parameters that the optimizer holds."""
 
 import copy
 from functools import partial
@@ -64,7 +64,7 @@ def test_a_parameter_that_is_unfrozen_later(method: cs.Method, name: str) -> Non
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_head_that_the_optimizer_does_not_hold_in_backward(before: int) -> None:
-    """Its module was never seen; if it is unfrozen later, its parameters show in a later graph."""
+    """The head's module is never seen, but the graph has its parameters once they train."""
     model, loss, *_ = problem()
     held = sgd_of(model.trunk, model.heads["a"])
     opt = cs.MultiTaskOptimizer(model.trunk, held, AB, cs.PCGrad())
@@ -85,7 +85,7 @@ def test_a_head_that_the_optimizer_does_not_hold_in_backward(before: int) -> Non
 @EVERY_METHOD
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule, steps: int) -> None:
-    """One task's loss, in the first step or later."""
+    """Only one task's loss is from the copy, in the first step or later."""
     setup, other = Setup(), Setup()
     setup.optimizer.param_groups[0]["params"] += other.parameters()
     opt = setup.start(method, schedule)
@@ -112,7 +112,7 @@ def test_a_loss_from_another_copy_in_backward() -> None:
 @BOTH_PHASES
 @EVERY_METHOD
 def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule) -> None:
-    """A checkpoint loaded by `assign`: the optimizer holds those that were there before."""
+    """After a checkpoint is loaded with `assign`, the optimizer still holds the old parameters."""
     setup, opt = started(method, schedule)
     opt.step(setup.closure(0))
     setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
@@ -122,7 +122,7 @@ def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule)
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad()], ids=repr)
 def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
-    """It would get the plain sum."""
+    """Unnoticed, it would get the plain sum."""
     setup, opt = started(method)
     opt.step(setup.closure(0))
     stem = setup.trunk.stem
@@ -135,7 +135,7 @@ def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
 
 
 def test_a_task_whose_part_is_frozen_later() -> None:
-    """It reaches no shared parameter then, which is allowed."""
+    """The task then reaches no shared parameter, which is allowed."""
     trunk = nn.ModuleDict({task: nn.Linear(3, 4) for task in AB})
     heads, x = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB}), torch.randn(5, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB, cs.PCGrad())

@@ -62,7 +62,7 @@ class Plain:
 
 
 def _own(base: type, **functions: Callable[..., object]) -> Any:
-    """A method or a weighting of one's own."""
+    """A user's method or weighting."""
     return type("Own", (base,), functions)()
 
 
@@ -72,9 +72,9 @@ LAYERS = {"all": [slice(None)], "layer": [slice(0, 48), slice(48, None)]}
 @pytest.mark.parametrize("groups", LAYERS)
 @pytest.mark.parametrize("name", METHODS)
 def test_update_is_the_weighted_sum(backend: str, name: str, groups: str) -> None:
-    """Three steps; the weights from Gramians of gradients that autograd gives without us.
+    """Three steps; expected weights come from Gramians of plain autograd's gradients.
 
-    With groups="layer", the parameters of each module have weights of their own.
+    With groups="layer", each module has its own weights.
     """
     setup, other = Plain(METHODS[name](groups=groups)), METHODS[name](groups=groups)
     for number in range(3):
@@ -106,7 +106,7 @@ def test_graddrop_in_the_loop(backend: str) -> None:
 @pytest.mark.parametrize("tasks", [TASKS, ["depth", "edges"]], ids=len)
 @pytest.mark.parametrize("name", EVERY)
 def test_one_forward_pass_for_some_tasks(name: str, tasks: list[str]) -> None:
-    """`backward` gives the gradients of `step` by an optimizer of these tasks alone."""
+    """`backward` equals `step` of an optimizer with only these tasks."""
     leaks = {"depth": 0.1, "normals": 0.9, "edges": 0.2}
     method = cs.GradDrop([leaks[t] for t in tasks], seed=4) if name == "GradDrop" else EVERY[name]()
     first, second = Plain(EVERY[name]()), Plain(method, tasks)
@@ -134,7 +134,7 @@ def test_backward_frees_the_graph_of_a_joint_update() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_loss_scaling_changes_nothing(name: str) -> None:
-    """A GradScaler's factor is a power of two: the same step to rounding, Nash-MTL's too."""
+    """With a GradScaler's factor, every method makes the same step up to rounding."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     setups = Plain(METHODS[name](), scaler=scaler), Plain(METHODS[name]())
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_loss_scaling_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_not_finite_gradients_reach_the_update(name: str) -> None:
+def test_non_finite_gradients_reach_the_update(name: str) -> None:
     setup = Plain(EVERY[name]())
     losses = setup.losses()
     setup.opt.backward({**losses, "depth": losses["depth"] * torch.nan})
@@ -156,7 +156,7 @@ def test_not_finite_gradients_reach_the_update(name: str) -> None:
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(4, seed=3, draw="step")], ids=repr)
 @pytest.mark.parametrize("name", EVERY)
 def test_resumed_run_is_bit_equal(name: str, schedule: cs.Schedule) -> None:
-    """Also with task-specific normalization, in the middle of an epoch, with a weighting."""
+    """It resumes in the middle of an epoch, with task-specific normalization and a weighting."""
 
     def trained(start: int, stop: int, states: list[dict[str, Any]] | None = None) -> list[Any]:
         setup = Setup()
@@ -195,7 +195,7 @@ def test_bad_losses(
 
 @pytest.mark.parametrize("normalize", ["loss", "loss+"])
 def test_mgda_with_a_negative_loss(normalize: str) -> None:
-    """Its sign does not flip the gradient: the weights are those of |loss|."""
+    """Its sign does not flip the gradient: |loss| determines the weights."""
     model, loss, opt = started_problem(cs.MGDA(normalize))
 
     def shifted(task: str) -> Tensor:
@@ -226,8 +226,8 @@ def test_losses_of_one_element_are_scalars(method: cs.Method) -> None:
 
 
 @BOTH_PHASES
-def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
-    """Weightings and methods get the same one, and the report is of it."""
+def test_one_step_object_per_step(schedule: cs.Schedule) -> None:
+    """Weightings, methods and the report share it."""
     seen: list[cs.Step] = []
 
     def weigh(self: cs.Weighting, task: str, loss: Tensor, step: cs.Step) -> Tensor:
@@ -264,7 +264,7 @@ def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
             _own(cs.Method, combine=lambda self, gradients, layout, step: None),
             *(None, RuntimeError, r"method must assign the updates.*Own\(\)"),
         ),
-        (  # Without super().__init__() too.
+        (  # Even without super().__init__().
             _own(cs.GramianMethod, __init__=lambda self: None, weights=lambda *_: [1.0, 1.0]),
             *(None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] from Own"),
         ),
@@ -299,7 +299,7 @@ def test_a_method_that_writes_grad_itself() -> None:
 
 
 def test_a_sum_of_separate_gradients() -> None:
-    """It trains as the sum does, has cosines in its reports, and limits the number of tasks."""
+    """It trains like the sum, reports cosines, and limits the number of tasks."""
     states, reports = [], []
     for separate in (False, True):
         setup = Setup()

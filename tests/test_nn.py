@@ -1,4 +1,4 @@
-"""Task-specific normalization: conversion, checkpoints, a task's life."""
+"""Task-specific normalization: conversion, checkpoints, and tasks that are added or extracted."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_each_task_is_a_torch_batchnorm(
 
 
 def _assert_predict(trunk: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """Each task predicts, in evaluation, as a network without task-specific normalization."""
+    """In evaluation, each task predicts like the unconverted network."""
     for task in cs.nn.task_norms(trunk)[0].tasks:
         with active_task(trunk.eval(), task):
             assert torch.equal(trunk(x), plain.eval()(x))
@@ -89,11 +89,8 @@ def test_active_task_is_restored() -> None:
     assert active() == ["depth"] * 2
 
 
-# --- checkpoints ---
-
-
 class Activated(nn.BatchNorm2d):
-    """With a module inside, as timm has them."""
+    """Has a module inside, as in timm."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features)
@@ -124,7 +121,7 @@ def _converted(
 def test_a_checkpoint_of_the_unconverted_network(
     norm: type[nn.Module], options: dict[str, bool]
 ) -> None:
-    """Also in a bigger network; every task has memory of its own afterwards."""
+    """The network may be part of a bigger one; afterwards, no tasks share memory."""
     plain, x = _trained(norm=norm)
     network = nn.ModuleDict({"trunk": _converted(norm=norm)})
     state = {f"trunk.{name}": tensor for name, tensor in plain.state_dict().items()}
@@ -140,7 +137,7 @@ def test_a_checkpoint_of_the_unconverted_network(
 
 @pytest.mark.parametrize("tasks", [TASKS, ["weight", "bias"]])
 def test_a_checkpoint_of_the_converted_network(tasks: list[str]) -> None:
-    """`norm.weight.weight` is the converted one's, `norm.weight` the unconverted one's."""
+    """`norm.weight.weight` belongs to a task named "weight", `norm.weight` to no task."""
     plain, x = _trained()
     first, second = _converted(tasks), _converted(tasks, seed=2)
     first.load_state_dict(plain.state_dict())
@@ -149,9 +146,6 @@ def test_a_checkpoint_of_the_converted_network(tasks: list[str]) -> None:
     nn.init.uniform_(first[1].of(tasks[1]).weight)
     second.load_state_dict(first.state_dict())
     assert_equal(second.state_dict(), first.state_dict())
-
-
-# --- a task's life ---
 
 
 def test_extract_task() -> None:
@@ -198,7 +192,7 @@ LOADER = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
 
 
 def test_update_bn() -> None:
-    """One task's statistics are torch's own of that task's network; the others' stay."""
+    """The task's statistics equal torch's for its extracted network; other tasks' stay."""
     trunk = _converted()
     trunk[2].eval()
     plain = cs.nn.extract_task(trunk, "depth")
@@ -214,7 +208,7 @@ def test_update_bn() -> None:
 
 
 def test_update_bn_leaves_frozen_normalizations_alone() -> None:
-    """Plain ones and the task's; but a trunk in evaluation is not taken for a frozen one."""
+    """Frozen are plain ones and the task's; a trunk in evaluation does not count as frozen."""
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3).eval()]
     trunk = nn.Sequential(*layers, cs.nn.TaskBatchNorm1d(3, TASKS), nn.BatchNorm1d(3).eval())
     trunk.append(cs.nn.TaskBatchNorm1d(3, TASKS).eval())
@@ -246,7 +240,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     "ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning"
 )
 def test_traces_of_a_converted_network_are_refused() -> None:
-    """They would keep one task for good; traces of one task's network are allowed."""
+    """They would fix one task forever; traces of one task's network are allowed."""
     trunk, x = _trained()
     cs.nn.set_task(convert(trunk, AB).eval(), "a")
     for trace in (torch.fx.symbolic_trace, partial(torch.jit.trace, example_inputs=x)):
@@ -285,8 +279,8 @@ BAD = [*LOADER, [LOADER[0][0].double()]]
         (lambda trunk: update_bn(LOADER, trunk, "flow"), "task must be one of"),
     ],
 )
-def test_what_is_refused(call: Callable[[nn.Module], object], message: str) -> None:
-    """The trunk stays as it was."""
+def test_refusals(call: Callable[[nn.Module], object], message: str) -> None:
+    """Refused calls leave the trunk unchanged."""
     trunk = _converted(AB)
     names = [name for name, _ in trunk.named_modules()]
     before = copy.deepcopy(trunk.state_dict())

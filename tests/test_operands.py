@@ -24,9 +24,9 @@ Weight = tuple[Tensor, int, int]
 
 @st.composite
 def weights(draw: st.DrawFn) -> Weight:
-    """A dense weight with its dimensions in any order in memory, whose elements say where they are.
+    """A dense weight with permuted dimensions, its output channels' dimension, and its groups.
 
-    With the dimension of its output channels and the groups.
+    The weight's elements are their own offsets in memory.
     """
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     order = draw(st.permutations(range(len(shape))))
@@ -38,7 +38,7 @@ def weights(draw: st.DrawFn) -> Weight:
 
 
 @given(weights())
-def test_a_layout_says_which_channel_every_element_in_memory_is_of(of: Weight) -> None:
+def test_layouts_give_the_channel_of_every_element(of: Weight) -> None:
     weight, dim, groups = of
     layout = _C.channel_layout(weight.shape, weight.stride(), dim, groups)
     if layout is None:
@@ -58,7 +58,7 @@ def test_a_layout_says_which_channel_every_element_in_memory_is_of(of: Weight) -
 
 
 @given(weights())
-def test_what_is_not_dense_has_no_layout(of: Weight) -> None:
+def test_weights_that_are_not_dense_have_no_layout(of: Weight) -> None:
     weight, dim, groups = of
     spread = [2 * stride for stride in weight.stride()]
     layout = _C.channel_layout(weight.shape, spread, dim, groups)
@@ -82,7 +82,7 @@ def test_misfits_are_the_same_without_the_compiled_module(monkeypatch: pytest.Mo
         assert operands.misfits([ONE_BY_ONE], [torch.zeros(4, 3, 1, 1)]) == []
 
 
-def test_the_stride_of_a_dimension_of_one_element_says_nothing() -> None:
+def test_strides_of_dimensions_of_size_one_are_ignored() -> None:
     read = Operands([torch.zeros(4, 3, 1, 1)], [ONE_BY_ONE], 1)
     assert read.native.gradients == [ONE_BY_ONE.data_ptr()]
 
@@ -109,7 +109,7 @@ def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
     ],
     ids=["channels_last", "strided", "expanded"],
 )
-def test_a_gradient_that_lies_otherwise_is_copied(grad: Tensor) -> None:
+def test_a_gradient_with_other_strides_is_copied(grad: Tensor) -> None:
     output = torch.zeros(4, 3, 2, 2)
     read = Operands([output], [grad, torch.zeros_like(output)], 2)
     copied, kept = read.native.gradients
@@ -139,7 +139,7 @@ def _misaligned(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("view", [_negative, _misaligned])
 @pytest.mark.parametrize("name", backends.OPERATORS)
-def test_memory_that_kernels_cannot_read_as_it_is(
+def test_memory_that_kernels_cannot_read(
     backend: str, name: str, view: Callable[[Tensor], Tensor]
 ) -> None:
     """The sign of `x.conj().imag` is not in memory; `torch.frombuffer` allows odd addresses."""
@@ -168,7 +168,7 @@ def _copied(leaves: list[object]) -> list[object]:
 
 
 def test_a_transposed_layer_without_conflicts(backend: str) -> None:
-    """In float64, the reference would copy the update to itself, in another order."""
+    """In float64, the reference must not copy the update to itself in another order."""
     update = torch.arange(65.0).double().view(65, 1)
     priorities, products = [torch.zeros(5).long()], torch.zeros(1, 1, 1).double()
     given = [update.clone()], [torch.ones(65, 1).double()], priorities, products, [1], [5], 1

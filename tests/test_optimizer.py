@@ -35,7 +35,7 @@ def _steps(setup: Setup, opt: cs.MultiTaskOptimizer) -> Setup:
 
 
 def _independent(setup: Setup, layers: dict[str, str]) -> PlainTraining:
-    """Training in plain torch that starts with other weights, which the trunk gets."""
+    """A plain loop with other initial weights, which are copied to the trunk."""
 
     def loss(network: nn.ModuleDict, batch: Batch, task: str) -> Tensor:
         return (network["heads"][task](network["trunk"](batch[0])) - batch[1][task]).square().mean()
@@ -80,7 +80,7 @@ def test_mixed_equals_an_independent_step(backend: str, method: cs.Method) -> No
 @BOTH_PHASES
 @pytest.mark.parametrize("method", [cs.Sum, cs.ConnectionStrength])
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
-    """Not by momentum or weight decay either, nor their statistics."""
+    """Their statistics stay, and neither momentum nor weight decay moves their parameters."""
     setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     opt = setup.start(method(), schedule)
     opt.step(setup.closure(0))
@@ -90,7 +90,7 @@ def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs
         assert torch.equal(tensor, before[name]) == ("normals" in name), name
 
 
-def test_phase1_order_is_that_of_the_call() -> None:
+def test_phase1_follows_the_order_of_the_call() -> None:
     states = []
     for order in (["depth", "edges"], ["edges", "depth"]):
         setup, opt = started(schedule=cs.Sequential())
@@ -120,8 +120,8 @@ def _one_task(phase1: bool) -> Setup:
 
 
 @pytest.mark.parametrize("train", [_channels_last, _one_task])
-def test_trainings_that_are_alike(backend: str, train: Callable[[bool], Setup]) -> None:
-    """In another memory format; with one task in any schedule."""
+def test_equal_trainings(backend: str, train: Callable[[bool], Setup]) -> None:
+    """Neither the memory format nor, with one task, the schedule makes a difference."""
     states = [train(other).state() for other in (False, True)]
     torch.testing.assert_close(*states, rtol=1e-8, atol=1e-10)
 
@@ -161,8 +161,8 @@ def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
     assert not torch.equal(before[0], setup.parameters()[0])
 
 
-def test_priority_is_that_of_the_step() -> None:
-    """With the scales, variances and epsilons of now."""
+def test_priority_is_current() -> None:
+    """It uses the current scales, variances and epsilons."""
     setup, opt = started()
     opt.trace(setup.closure(0))
     norms = [setup.trunk.stem_norm.of(task) for task in TASKS]
@@ -179,7 +179,7 @@ def test_priority_is_that_of_the_step() -> None:
     assert not torch.equal(*seen)
 
 
-def test_tasks_of_anything_that_has_an_order() -> None:
+def test_tasks_may_be_any_ordered_iterable() -> None:
     model, loss, *_ = problem()
     for tasks in (dict.fromkeys(AB), dict.fromkeys(AB).keys(), iter(AB), tuple(AB)):
         opt = optimizer_of(model, cs.PCGrad(), tasks=tasks)

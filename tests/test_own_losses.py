@@ -1,4 +1,4 @@
-"""Gradients and losses beside the tasks' own: used, or refused with a reason; never dropped."""
+"""A user's own gradients and losses are used, or refused with a reason; never dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,14 +67,14 @@ OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) and . others .* a loss of your 
 CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has already used the update in \.grad"
 LOOPS = {
-    # A gradient of one's own, in the first step or later, also one that is added to a used one.
+    # A gradient of the user's own, in the first step or later, also added to a used update.
     **dict.fromkeys(("oM", "MzoM", "MoM", "MZoM", "LzoM"), OWN),
     **dict.fromkeys(("hM", "MzhM"), OWN_OF_HEAD),
     **dict.fromkeys(("MhM", "MZhM"), "a loss of your own"),
     **dict.fromkeys(("McM", "LcscM"), CLIPPING),
     # An update is used once.
     **dict.fromkeys(("Ms", "Mas", "Lsas"), USED),
-    # Right loops.
+    # Correct loops.
     **dict.fromkeys(("MnMnM", "MZMZM", "MzaszasM", "MzZaszZasM", "MzozM", "Mz0M", "LcsM", "LosM")),
 }
 
@@ -110,7 +110,7 @@ def test_an_update_whose_step_a_scaler_skips() -> None:
         scaler.update()
 
 
-def test_a_gradient_of_one_s_own_after_backward_adds_to_the_update() -> None:
+def test_an_own_gradient_after_backward_adds_to_the_update() -> None:
     loop, other = Loop(), Loop()
     run(loop, "Lo", "backward")
     other.leave()
@@ -119,7 +119,7 @@ def test_a_gradient_of_one_s_own_after_backward_adds_to_the_update() -> None:
 
 
 def test_gradients_from_before_the_optimizer_was_built() -> None:
-    """They were used by plain steps."""
+    """Plain steps have already used them."""
     loop = Loop()
     run(loop, "as", "")
     built(loop.trunk, loop.sgd).step(loop.loss)
@@ -127,7 +127,7 @@ def test_gradients_from_before_the_optimizer_was_built() -> None:
 
 @BOTH_WAYS
 def test_two_that_share_a_torch_optimizer(way: str) -> None:
-    """The second must not drop the update of the first; in turn, they train as if alone."""
+    """The second must not drop the first one's update; both train as if there was no other."""
     loop, other, alone = Loop(), Loop(), Loop()
     loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
     other.sgd = loop.sgd
@@ -151,7 +151,7 @@ def test_two_that_share_a_torch_optimizer(way: str) -> None:
 @pytest.mark.parametrize("method", [cs.PCGrad, cs.UPGrad, cs.NashMTL, cs.GradDrop])
 @pytest.mark.parametrize("idiom", [True, False])
 def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
-    """A loss that reaches parameters without an effect: a warning, once."""
+    """A loss that reaches parameters without an effect warns once."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"trunk": nn.Linear(5, 6), "a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
     opt = built(net, sgd_of(net), method())
@@ -167,9 +167,6 @@ def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
             train()
     for _ in range(2):
         train()
-
-
-# Messages: what is wrong, and what to do
 
 
 def _step(loss: Callable[[Loop], Tensor]) -> Callable[[], object]:
@@ -277,7 +274,7 @@ def test_messages(call: Callable[[], object], match: str) -> None:
         call()
 
 
-def test_what_is_not_refused() -> None:
+def test_accepted_methods() -> None:
     for method in (cs.ConnectionStrength(), cs.Sum()):
         converted(method, layers={"0": None})
     together(type("Said", (Unsaid,), {"layerwise": True})())

@@ -1,4 +1,4 @@
-"""What is in a package beside its code: its version, its links, what it says of itself."""
+"""The version of the package, its links, and its report on itself."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without the compiled module."""
+    """It works without the compiled module, too."""
     monkeypatch.delitem(sys.modules, "cs_kernels._C")
     report.main([])
     printed = capsys.readouterr().out
@@ -65,8 +65,7 @@ def test_the_report_lists_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"gpus{'':16}{row}\n{'':20}{row}\n" in report.text(report.facts())
 
 
-def test_the_version_stands_in_one_place() -> None:
-    """The changelog's first heading is that of the version to come."""
+def test_the_changelog_begins_with_the_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == cs.__version__
 
@@ -127,7 +126,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_tests_are_skipped_without_frameworks_alone() -> None:
-    """CI installs all of these, so there such a skip means that a test is never run."""
+    """CI installs these packages, so a skip for another one would mean that a test never runs."""
     project = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^frameworks = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     assert extra is not None

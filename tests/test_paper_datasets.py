@@ -1,7 +1,7 @@
 """The paper's data sets: targets against hand values, augmentation, errors, and the small data.
 
-The trees are written here, in the published layouts, so that `paper.small` and `paper.datasets`
-cannot agree on a wrong one.
+The tests write the folders in the published layouts, so that `paper.small` and `paper.datasets`
+cannot agree on a wrong layout.
 """
 
 import itertools
@@ -36,7 +36,7 @@ LABELS = np.random.default_rng(0).choice([11, 12, 13], (6, 6)).astype(np.uint16)
 
 
 def write(folder, files):
-    """Pictures, arrays, MATLAB's structures, text and bytes, as the names' endings say."""
+    """Writes pictures, arrays, MATLAB structures, text or bytes, by the suffixes of the names."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(folder, files):
 
 
 def write_nyud(root, name, picture, **arrays):
-    """By default one class, depth 1, and neither normals nor edges."""
+    """The defaults are one class, depth 1, no normals and no edges."""
     blank = np.zeros(picture.shape, np.float32)
     arrays = {"depth": blank[..., 0] + 1, "normals": blank, "edge": blank[..., 0]} | arrays
     segmentation = arrays.pop("segmentation", blank[..., 0] + 1)
@@ -67,7 +67,7 @@ def structure(fields, *rows):
 
 
 def parts(*things):
-    """The annotation of things with a class, a mask, and the names and masks of parts."""
+    """The annotation of objects with a class, a mask, and the names and masks of their parts."""
     rows = []
     for index, mask, named in things:
         masks = structure(["part_name", "mask"], *named) if named else np.zeros((0, 0))
@@ -83,7 +83,7 @@ def row(n, columns=slice(None)):
 
 
 def write_cityscapes(root, split, index, picture=None):
-    """By default, pictures grow from left to right; depth names each pixel."""
+    """By default, pictures get brighter from left to right, and depth identifies each pixel."""
     picture = np.tile(np.arange(6, dtype="f4") / 10, (6, 1))[..., None].repeat(3, 2)
     depth = np.where(ORDINALS == 36, 0, ORDINALS / 100).astype("f4")[..., None]
     arrays = {"image": picture, "label_7": ORDINALS % 8 - 1.0, "depth": depth}
@@ -93,7 +93,7 @@ def write_cityscapes(root, split, index, picture=None):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """NYUD's n1 and n2 are alike; PASCAL's p1 has a person, p2 another file of its classes."""
+    """NYUD's n1 and n2 are equal; PASCAL's p1 has a person, p2 has its classes in another file."""
     normals = np.broadcast_to(NORMAL, (3, 6, 6)).transpose(1, 2, 0).copy()
     normals[0] = 0
     for name in ("n1", "n2", "n3"):
@@ -195,7 +195,7 @@ def test_items(root, name):
 
 
 def test_the_second_item_of_pascal(root):
-    """Its segmentation is pascal-context's; without parts, there is no loss of them."""
+    """Its segmentation is from pascal-context; without parts in it, parts have no loss."""
     assert (thin(edges_of(LABELS)) != thin(edges_of(LABELS, "symmetric"))).any()
     item = open_small("pascal", root)[1]
     equal(item["semseg"], 3)
@@ -203,7 +203,7 @@ def test_the_second_item_of_pascal(root):
 
 
 def test_classes_and_parts():
-    """A flip needs no exchange of the sides."""
+    """A flip need not exchange left and right parts."""
     groups, classes = datasets.PARTS, datasets.NORMALS_CLASSES
     assert len(groups) == 24
     assert {*groups.values()} == {1, 2, 3, 4, 5, 6}
@@ -214,7 +214,8 @@ def test_classes_and_parts():
     assert not {2, 187, 360, 416, 431} & {*classes}
 
 
-# The indices that a zoom about the centre takes from six pixels, and a crop of the first ones.
+# The indices that a zoom about the center takes from six pixels, and that a crop at the start
+# takes.
 ZOOMS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 3, 4, 5], 1.5: [1, 2, 2, 3, 4, 4]}
 CROPS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 2, 3, 4], 1.5: [0, 1, 1, 2, 3, 3]}
 
@@ -247,7 +248,7 @@ def test_augmentation(root, name, indices):
 
 
 def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
-    """As those of a picture without parts: after the zoom by 1.5, head and feet are outside."""
+    """The zoom by 1.5 leaves head and feet outside; all is unknown, as without parts."""
     data, seen = open_small("pascal", root, augment=True), set()
     for epoch in range(20):
         data.set_epoch(epoch)
@@ -257,7 +258,7 @@ def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
 
 @EVERY
 def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
-    """In workers too, which may have been started before the epoch."""
+    """It holds in workers, too, even if they were started before the epoch."""
 
     def epochs(numbers, seed=0, augment=True, **options):
         data, batches = open_small(name, root, seed=seed, augment=augment), []
@@ -273,7 +274,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
     assert all(map(same, reversed(epochs(reversed(range(8)))), first))
     assert not all(same(batch, first[0]) for batch in first[:4])
     assert not all(map(same, epochs(range(8), seed=1), first))
-    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD's pictures are alike.
+    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD's pictures are equal.
     assert same(*epochs(range(2), augment=False))
     for persistent in (False, True) if name == "nyud" else ():
         options = {"num_workers": 1, "persistent_workers": persistent}
@@ -281,7 +282,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
 
 
 def test_resized_targets(root):
-    """To 2 x 3: the pixels around (1.5, 4.5) and (1, 3, 5) of the edges' scale; to 12 x 12."""
+    """To 2 x 3, the nearest rows are 1 and 4, the nearest columns 1, 3 and 5; then to 12 x 12."""
     plain = EXPECTED["nyud"]
     item = open_dataset("nyud", root, "train", size=(2, 3))[0]
     for task in ("semseg", "depth"):
@@ -289,12 +290,12 @@ def test_resized_targets(root):
     equal(item["edge"], 0)
     equal(item["normals"], NORMAL)
     large = open_dataset("nyud", root, "train", size=(12, 12))[0]
-    for task in ("depth", "normals"):  # Between the rows, normals are those of the known row.
+    for task in ("depth", "normals"):  # Next to unknown rows, normals come from the known row.
         equal(large[task], plain[task].repeat(2, -2).repeat(2, -1))
 
 
 def test_interpolation(root):
-    """Between two normals, and of a step, where bicubic weights overshoot."""
+    """Between two normals, and at a step in a picture, where bicubic weights overshoot."""
     write_nyud(root, "n3", GREY[:1, :2], normals=np.float32([[(1, 0, 0), (0, 0, 1)]]))
     item = open_dataset("nyud", root, "val", size=(1, 4))[0]
     between = np.array([3, 0, 1]) / 10**0.5
@@ -305,11 +306,11 @@ def test_interpolation(root):
     picture = item["picture"] * torch.tensor(STD) + torch.tensor(MEAN)
     assert picture.min() > -1e-6
     assert picture.max() < 1 + 1e-6
-    equal(picture[:, :, 15], 0.2265625)  # By a = -0.75, a quarter of a pixel beside the step.
+    equal(picture[:, :, 15], 0.2265625)  # With a = -0.75, a quarter of a pixel from the step.
 
 
 OPTIONAL = "/(val|n3|VOC12|pascal-context/p1.png|image/1.npy)"
-"""Files of the other part, one of two segmentations, the last of the numbered pictures."""
+"""Not needed: the other split, one of two segmentations, the last numbered picture."""
 
 
 @EVERY
@@ -351,7 +352,7 @@ WRONG = {
     "cityscapes/train/label_7/0.npy": {"c8": "integer", 7: "-1 to 6", 0.5: WHOLE},
     "cityscapes/train/depth/0.npy": {"i4": FLOAT, np.inf: "-1 to 255"},
 }
-"""By file: wrong dtypes and values, and what is allowed; None where the shape is not checked."""
+"""By file: wrong dtypes and values, and the allowed ones; None if the shape is not checked."""
 
 
 def read(path):
@@ -362,7 +363,7 @@ def read(path):
 
 @pytest.mark.parametrize(("file", "wrong"), WRONG.items(), ids=WRONG)
 def test_wrong_files(root, file, wrong):
-    """Cut in the middle, of another format, shape or dtype, or with other values."""
+    """Files cut in the middle, or of another format, shape or dtype, or with other values."""
     path, whole = root / file, (root / file).read_bytes()
     name = next(name for name in FOLDERS if file.startswith(FOLDERS[name]))
     cases = [(part, "cannot be read") for part in (whole[: len(whole) // 2], b"not the format")]
@@ -397,7 +398,7 @@ def test_wrong_structures(root, file, content, message):
 
 
 def test_what_cityscapes_may_contain(root):
-    """Pictures a little outside [0, 1], inverse depth below 0, files of an archiver, many files."""
+    """Pictures slightly outside [0, 1], inverse depth below 0, an archiver's files, many files."""
     for index in range(11):
         write_cityscapes(root, "train", index)
         write(root, {f"cityscapes/train/image/{index}.npy": np.full((6, 6, 3), index / 10, "f4")})
@@ -411,7 +412,7 @@ def test_what_cityscapes_may_contain(root):
 
 
 @EVERY
-def test_a_fingerprint_is_of_pictures_and_splits(root, tmp_path, name):
+def test_fingerprints_cover_pictures_and_splits(root, tmp_path, name):
     first, copied = datasets.fingerprint(name, root), tmp_path / "copied"
     shutil.copytree(root, copied)
     assert datasets.fingerprint(name, copied) == first
@@ -473,7 +474,7 @@ def test_small_data(tmp_path, name, size):
         groups = [{*item["human_parts"].unique().tolist()} for item in items]
         assert groups[3::4] == [{IGNORE}] * 3
         assert set.union(*groups) == {*range(7), IGNORE}
-        for number in range(12):  # By position, as the published reader.
+        for number in range(12):  # By position, as the published reader does.
             path = tmp_path / "PASCAL_MT" / "human_parts" / f"{number:06d}.mat"
             thing = loadmat(path)["anno"][0][0][1][0][0]
             assert int(thing[1][0][0]) == (5 if number % 4 == 3 else 15)
@@ -484,7 +485,7 @@ def test_small_data(tmp_path, name, size):
 
 
 def test_small_data_that_exist(tmp_path):
-    """The same settings change nothing; others, or the archive itself, are refused."""
+    """The same settings change nothing; other settings, or a real archive, are refused."""
 
     def state():
         return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")}
@@ -504,7 +505,7 @@ def test_small_data_that_exist(tmp_path):
 
 
 def test_small_crops_keep_to_their_part(tmp_path, monkeypatch):
-    """The photograph is replaced by one whose red channel tells the part."""
+    """In a stand-in for the photograph, brightness tells the part."""
     photograph, scene = stereo.read()
     marked = np.zeros_like(photograph)
     for columns, value in ((slice(230), 80), (slice(250, 490), 160), (slice(510, 740), 240)):
@@ -518,7 +519,7 @@ def test_small_crops_keep_to_their_part(tmp_path, monkeypatch):
 
 
 def test_interrupted_and_overtaken_small_data(tmp_path, monkeypatch):
-    """Nothing is left of an interrupted write; another process may be the first."""
+    """An interrupted write leaves nothing behind; another process may finish first."""
     write = small._write
 
     def interrupted(*arguments):
@@ -549,7 +550,7 @@ STEREO = [
 
 
 def test_numbers_of_the_stereo_photograph():
-    """The demo's records are of these maps."""
+    """The demo's records depend on these maps."""
     for scene, expected in zip(stereo.load(), STEREO, strict=True):
         numbers = [scene.picture.double().square().mean().item()]
         for target in scene.targets.values():

@@ -77,7 +77,7 @@ def test_metrics_by_hand(task, prediction, target, expected):
 
 
 def means_over_pictures(prediction, target):
-    """By threshold: mean IoU, precision and recall."""
+    """Mean IoU, precision and recall, by threshold."""
     rows = []
     for logits, truth in zip(prediction.flatten(1), target.flatten(1), strict=True):
         known = truth != IGNORE
@@ -92,7 +92,7 @@ def means_over_pictures(prediction, target):
 @pytest.mark.parametrize("task", [CLASSES, NORMALS, SALIENCY], ids=lambda task: task.kind)
 @pytest.mark.parametrize("pictures", [1, 4, 5])
 def test_metrics_are_pooled_over_batches(task, pictures):
-    """Not means over batches; saliency's are the best threshold of means over pictures."""
+    """They are no means over batches; saliency has the best threshold of means over pictures."""
     batches = [make(task, pictures, seed) for seed in range(3)]
     prediction, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     result = evaluated(task, *batches)
@@ -137,7 +137,7 @@ def test_metrics_on_cuda(task):
 
 @pytest.mark.parametrize("task", [CLASSES, DEPTH], ids=lambda t: t.kind)
 def test_metrics_of_one_rank_do_not_wait_for_others(task):
-    """`compute` on one rank alone would wait for ever."""
+    """`compute` on only one rank would wait forever."""
     for options, waits in (({}, True), ({"all_ranks": False}, False)):
         metric = make_metric(task, **options)
         parts = metric.values() if task.kind == "classes" else [metric]
@@ -151,7 +151,7 @@ def test_metrics_stay_in_float64_on_a_half_precision_network():
 
 @EVERY_KIND
 def test_losses(task):
-    """By hand; unknown pixels change neither losses nor metrics, and alone they have no loss."""
+    """They equal formulas; unknown pixels change nothing, and alone they have no loss."""
     prediction, target = make(task)
     known = target != IGNORE
     if task.kind == "classes":

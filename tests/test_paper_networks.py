@@ -1,4 +1,4 @@
-"""The networks of the paper's experiments: their sizes, outputs, and which loss reaches what."""
+"""The networks of the paper's experiments: sizes, outputs, and the parameters each loss reaches."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ def count(module) -> int:
 
 
 def small(name, tasks=None, **options):
-    """A network of each kind that is quick on a CPU, and a picture."""
+    """A version of a network that is quick on a CPU, and a picture."""
     torch.manual_seed(0)
     width = 1.0 if name == "hrnet18" else 1 / 16
     tasks = tasks or (NYUD if name in MTI_NETS else CITYSCAPES)
@@ -58,7 +58,7 @@ ALONE = 49_960_968  # 190.59 MiB.
     ],
 )
 def test_parameters_of_the_published_networks(name, tasks, options, parameters):
-    """By arithmetic from the published structures; a head is the only part of a single task."""
+    """The numbers follow from the published structures; only heads belong to a single task."""
     with torch.device("meta"):
         assert count(make_network(name, tasks, **options)) == parameters
 
@@ -69,7 +69,7 @@ def test_sizes_of_parts():
         assert count(mti_net.HRNet()) == 3_860_720
         alone = [make_network("segnet", {name: task}) for name, task in CITYSCAPES.items()]
         assert sum(map(count, alone)) == ALONE
-    rotations = 2 * count(rotograd.Rotation(rotograd.SIZE))  # It needs values.
+    rotations = 2 * count(rotograd.Rotation(rotograd.SIZE))  # Not on meta: it needs values.
     assert f"{4 * (SEGNET + rotations) / 2**20:.2f}" == "103.43"  # MiB, in the paper's table.
     assert count(small("rotograd")[0].rotation) == 2 * (rotograd.SIZE // 16) ** 2
 
@@ -77,7 +77,7 @@ def test_sizes_of_parts():
 @EVERY_NETWORK
 @torch.no_grad()
 def test_predictions(name):
-    """At the picture's size, by the heads of the tasks that are asked for."""
+    """They have the picture's size, and come only from the heads of the requested tasks."""
     network, picture = small(name)
     network.eval()
     ran: list[str] = []
@@ -181,7 +181,7 @@ def test_distillation_adds_the_other_tasks_features():
 
 @EVERY_NETWORK
 def test_each_loss_reaches_the_trunk_and_its_own_head(name):
-    """In MTI-Net, also its initial predictions, and the gates of its own features."""
+    """In MTI-Net, it also reaches its initial predictions, and the gates of its own features."""
     network, picture = small(name)
     parameters = dict(network.named_parameters())
     predictions = network(picture)
@@ -248,7 +248,7 @@ def test_stitched_segnets_follow_the_formula():
 
 
 SIZE = 5
-"""Rotated entries, of the feature's 8."""
+"""The number of rotated entries, of the 8 in a feature."""
 
 
 class Outputs(nn.Conv2d):
@@ -309,7 +309,7 @@ def test_rotograd_follows_the_papers_algorithm(float64):
     for _ in range(3):  # Ratios are 1 in the first step only, and gradients do not add up.
         expected, losses = problem.expected(), problem.backward()
         assert not any(loss.requires_grad for loss in losses.values())
-        for task, predictions in network(problem.x).items():  # It rotates, too.
+        for task, predictions in network(problem.x).items():  # The forward pass rotates, too.
             torch.testing.assert_close(problem.loss(task, predictions).detach(), losses[task])
         grads = {f"rotation.{t}": next(network.rotation[t].parameters()).grad for t in "abc"}
         for name in ["trunk.weight", *(f"heads.{task}.weight" for task in "abc")]:
@@ -338,7 +338,7 @@ CHOSEN = ["encoder.0.0", "encoder.2.4", "decoder.4.3"]
 
 
 def test_recon_copies_the_layers_with_the_highest_scores():
-    """Copies begin as the shared layer."""
+    """Copies first equal the shared layer."""
     scores = {"a": 3, "b": 5, "c": 5, "d": 9, "e": 0}
     assert recon.choose(scores, 3) == ["d", "b", "c"]
     assert recon.choose(scores) == ["d", "b", "c", "a"]

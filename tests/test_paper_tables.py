@@ -1,4 +1,4 @@
-"""From results of runs to the paper's tables, and the numbers that the paper prints."""
+"""The paper's tables from the results of runs, and the numbers that the paper prints."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from rich.console import Console
 
 pytestmark = pytest.mark.paper
 
-# Rows whose printed Delta_m is not that of their printed metrics: the latter.
+# Rows whose printed Delta_m does not follow from their printed metrics, with the one that does.
 MISPRINTED = {
     ("nyud/hrnet18/uncertainty", "GD"): 10.07,
     ("cityscapes/segnet/equal", "GD + Recon"): -13.65,
@@ -26,7 +26,7 @@ MISPRINTED = {
 
 
 def result_of(run: Run, number: int) -> dict:
-    """Metrics are 10 x (seed + 1) for single tasks, better by 10 % x row's number + seed."""
+    """Metrics of single tasks are 10 x (seed + 1); row n is better by (10 n + seed) percent."""
     better = 0 if run.row == SINGLE else 0.1 * number + 0.01 * run.seed
     metrics = {task: {} for task in run.tasks}
     for measure in MEASURES[run.data]:
@@ -45,7 +45,7 @@ def result_of(run: Run, number: int) -> dict:
 
 
 def fill(name: str, folder: Path, seeds: list[int]):
-    """The parts of a table, whose runs have results."""
+    """Writes results for all runs of a table; returns its parts."""
     parts = table(name, seeds, small=True, changes={})
     for part in parts:
         for number, runs in enumerate(part.rows.values()):
@@ -78,7 +78,7 @@ def findings_of(name, folder, seeds) -> list[str]:
         ("nyud", [0, 1, 2], "Ours", {"rmse*↓": "7.733±3.700"}),
         ("nyud", [0, 1, 2], SINGLE, {"Δm %↑": "+0.00±0.00"}),
         ("pascal", [4], "GD", {"Δm %↑": "+14.00"}),
-        # Single tasks have a network each.
+        # Each single task has its own network.
         ("cityscapes", [0], SINGLE, {"MiB": "2.00"}),
         ("cityscapes", [0], "Cross-Stitch", {"MiB": "1.00"}),
         # (1 + 2 + 3 + 4) / 4 times the row's scale of 2.
@@ -145,7 +145,7 @@ def test_a_run_without_result_is_named(tmp_path):
         tables.read(part, tmp_path)
 
 
-def test_what_differs_from_the_paper_is_said():
+def test_differences_from_the_paper_are_stated():
     run = Run("nyud", "resnet18", "GD", (), "equal", 0, REAL["nyud/resnet18"])
     assert tables.describe(run, small=False) == "published settings"
     text = tables.describe(replace(run, settings=SMALL["nyud/resnet18"]), small=True)
@@ -156,8 +156,8 @@ def test_what_differs_from_the_paper_is_said():
 @pytest.mark.parametrize(
     "key", [key for key in PUBLISHED if "/" in key or key in ("order", "ablation")]
 )
-def test_printed_delta_m_is_that_of_the_printed_metrics(key):
-    """A check of our Delta_m, and of the numbers as they were copied."""
+def test_printed_delta_m_follows_from_the_printed_metrics(key):
+    """Checks our Delta_m, and the numbers copied from the paper."""
     data = key.split("/")[0] if "/" in key else "nyud"
     counted = [measure for measure in MEASURES[data] if measure.counts]
     measures = counted if key == "ablation" else MEASURES[data]

@@ -1,4 +1,4 @@
-"""The paper's experiments: a run's training, interruption, and the runs of a table."""
+"""The paper's experiments: training, interruption, and the runs of a table."""
 
 import contextlib
 import copy
@@ -51,7 +51,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Where bits are compared; the kernels of a GPU may add in another order."""
+    """Tests compare bits, and GPU kernels may add in another order."""
     if "cuda" not in request.node.name:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -89,9 +89,9 @@ def runs_of(*names, **options) -> list[Run]:
 
 
 def killed(checkpoint, *arguments):
-    """Runs a process until it has written a checkpoint, and kills it."""
+    """Starts a process, and kills it once it has written a checkpoint."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    # Convolutions add in another order with other threads.
+    # With another number of threads, convolutions add in another order.
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     process = subprocess.Popen([sys.executable, *arguments], env=environment)
     while not checkpoint.exists():
@@ -102,7 +102,7 @@ def killed(checkpoint, *arguments):
 
 
 def same(a, b) -> bool:
-    """Whether two states or results are equal but for their times, and how they were trained."""
+    """Whether two states or results are equal, apart from times and settings."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -194,8 +194,8 @@ def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
                 sums[task] += loss.item() / len(training.loader)
             adam.step()
         expected.append(sums)
-    # Adam divides rounding by rounding where a gradient is zero, as of biases that a normalization
-    # takes off, and statistics of few pixels enlarge rounding.
+    # Where a gradient is zero, as for a bias before a normalization, Adam divides rounding errors
+    # by rounding errors, and statistics of few pixels amplify them.
     for epoch, losses in zip(training.train()["history"], expected, strict=True):
         assert epoch["losses"] == pytest.approx(losses, rel=5e-3 if task_norm else 1e-4)
 
@@ -239,8 +239,8 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         assert any(json.loads(one).values())
 
 
-def test_a_killed_process_goes_on(tmp_path, data):
-    """By SIGKILL, as of a machine that runs out of memory."""
+def test_a_killed_run_resumes(tmp_path, data):
+    """SIGKILL, as on a machine that runs out of memory."""
     run, folder = make_run(epochs=400), tmp_path / "killed"
     folder.mkdir()
     (folder / "run.json").write_text(run.to_json())
@@ -255,8 +255,8 @@ def test_a_killed_process_goes_on(tmp_path, data):
         assert same(*(state(getattr(training, part)) for training in (whole, resumed)))
 
 
-def test_seeds_draw_apart(tmp_path, data):
-    """Batches, initial weights, and the draws of the method and of the schedule."""
+def test_seeds_are_independent(tmp_path, data):
+    """They determine batches, initial weights, and the draws of the method and of the schedule."""
     trainings = []
     for row, part in (("PCGrad", "method"), ("Mixed", "schedule")):
         for seed in (0, 1):
@@ -268,7 +268,7 @@ def test_seeds_draw_apart(tmp_path, data):
         for epoch in range(40):
             training.sampler.set_epoch(epoch)
             orders.append(tuple(training.sampler))
-    # Neighbouring epochs of one are not those of the other; some orders recur by chance.
+    # One seed's orders are not the other's, shifted by an epoch; some orders recur by chance.
     assert orders[1:40] != orders[40:79]
     weights = [training.network.trunk.encoder[0][0].weight for training in trainings[:2]]
     assert not torch.equal(*weights)
@@ -283,7 +283,7 @@ def test_orders_of_tasks_begin_with_the_same_weights(tmp_path, data):
 
 
 def test_batches_without_labels_of_a_task(tmp_path, data):
-    """Its head is left alone, also by Adam's momentum; a batch without labels is no step."""
+    """The task's head stays, even with Adam's momentum; a batch without labels makes no step."""
     training = Training(make_run("GD"), tmp_path, data)
     training.opt.start_epoch(0)
     batch = next(iter(training.loader))
@@ -307,7 +307,7 @@ def _on_a_rank(rank, run, folder, data):
 
 @pytest.mark.ranks
 def test_ranks_without_labels(tmp_path, data, pools):
-    """A batch in which no rank has labels is no step, on all of them."""
+    """If no rank has labels for a batch, no rank makes a step."""
     shutil.copytree(data / "cityscapes", tmp_path / "cityscapes")
     for number in range(3):
         path = tmp_path / "cityscapes" / "train" / "depth" / f"{number}.npy"
@@ -319,7 +319,7 @@ def test_ranks_without_labels(tmp_path, data, pools):
 
 @pytest.mark.parametrize("row", ["Mixed", "PCGrad"])
 def test_mixed_precision(tmp_path, data, row):
-    """Losses are near those of float32, and are not the same."""
+    """Losses are close to float32's, but not equal."""
     exact, *mixed = (
         train(make_run(row, epochs=2, amp=amp), tmp_path / str(amp), data)
         for amp in (None, "bfloat16", "float16")
@@ -361,8 +361,8 @@ def test_a_run_that_does_not_fit(tmp_path, data, run, checkpoint, message):
 
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("small", [True, False])
-def test_every_run_of_a_table_is_one_folder(name, small):
-    """No two runs share one, and a run that is read back is the same."""
+def test_every_run_of_a_table_has_its_own_folder(name, small):
+    """No two runs share a folder, and a run that is read back is equal."""
     runs = {*runs_of(name, seeds=[0, 1], small=small)}
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
@@ -371,7 +371,7 @@ def test_every_run_of_a_table_is_one_folder(name, small):
 
 
 def test_runs_of_tables():
-    """Tables share runs; RotoGrad trains in one process; small settings are the tables'."""
+    """Tables share runs; RotoGrad trains in one process; every network has small settings."""
     nyud, pascal, scaling, ablation, order = (
         {*runs_of(name)} for name in ("nyud", "pascal", "scaling", "ablation", "order")
     )
@@ -386,18 +386,18 @@ def test_runs_of_tables():
         small_table("coco")
 
 
-def test_missing_runs_come_after_those_that_they_need(place, tmp_path):
+def test_missing_runs_follow_the_runs_they_need(place, tmp_path):
     [part] = small_table("cityscapes")
     backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
     rows = [run.row for run in runner.missing([backwards], place)]
     assert rows.index("GD") < rows.index("CAGrad + Recon")
-    assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
+    assert len(rows) == len(set(rows)) + 1  # Single tasks take two networks.
     with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
         runner.missing([part], runner.Place(tmp_path, tmp_path / "runs"))
 
 
 def test_a_folder_of_another_run(tmp_path, data, place):
-    """Other settings or other data are refused, whatever is in the folder."""
+    """Other settings or other data are refused, whatever files the folder has."""
     run, folder = make_run("GD"), place.folder(make_run("GD"))
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(make_run("GD", epochs=7).to_json())
@@ -433,7 +433,7 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_runs_end_with_the_command(tmp_path, data, ranks):
-    """Also if it is killed."""
+    """They end even if it is killed."""
     run, script = make_run(epochs=2000, ranks=ranks), tmp_path / "command.py"
     script.write_text(f"""
 from pathlib import Path
@@ -458,11 +458,11 @@ if __name__ == "__main__":
 
 
 def test_runs_in_processes(place):
-    """One's conflicts reach another; of two ranks, one writes; failures are named, others train."""
+    """A run's conflicts reach another; one of two ranks writes; after failures, others train."""
     runs = [
         *(make_run("PCGrad + Recon"), make_run("GD"), make_run("Mixed", ranks=2)),
         *(make_run("GD + Recon", seed=1, batch=8), make_run("GD", seed=1, batch=8)),
-        make_run("PCGrad"),  # Such as one that outlived the command.
+        make_run("PCGrad"),  # As if it had outlived the command.
     ]
     place.folder(runs[-1]).mkdir(parents=True)
     with (place.folder(runs[-1]) / "lock").open("w") as lock:
@@ -484,7 +484,7 @@ def test_runs_in_processes(place):
 
 
 def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
-    """Each is read by one thread: another one that starts a run asks for it too."""
+    """Only one thread reads each code, though others that start runs ask for it, too."""
     monkeypatch.setattr(runner, "_train_here", print)
     run_all([make_run(seed=n) for n in range(60)], runner.Place(tmp_path, tmp_path), jobs=6)
 
@@ -505,14 +505,14 @@ def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
 
 def operations(training, size) -> int:
     batch = timing._random_batch(training, 1, size)
-    training.step(batch)  # The first passes are checked.
+    training.step(batch)  # The first step also checks its passes.
     with FlopCounterMode(display=False) as counted:
         training.step(batch)
     return counted.get_total_flops()
 
 
-def test_runs_of_one_kind_take_as_many_operations(tmp_path, data):
-    """Recon's too, whatever it copies; they grow with the pixels; single tasks' heads differ."""
+def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
+    """So do Recon's, whatever it copies; counts grow with pixels; single tasks' heads differ."""
     kinds = {}
     for run in runs_of("cityscapes"):
         training = Training(run, tmp_path, data, SCORES)
@@ -528,7 +528,7 @@ def test_runs_of_one_kind_take_as_many_operations(tmp_path, data):
 
 
 def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
-    """20 s a step of single tasks, 100 s of others; one step an epoch."""
+    """20 s per step for single tasks, 100 s for others; one step per epoch."""
     monkeypatch.setattr(timing, "_step_seconds", lambda t, _: 20.0 if len(t.tasks) == 1 else 100.0)
     runs = runs_of("ablation", seeds=[0, 1], changes={"epochs": 30})
     timing.estimate(runs, place, 2, Console(width=60))
@@ -556,7 +556,7 @@ def test_a_plan_reads_no_pictures(tmp_path, data, capsys, monkeypatch):
 
 
 def test_a_step_is_extrapolated_by_pixels(tmp_path, data, monkeypatch):
-    """From 1 ms, and 1 us a pixel."""
+    """A step takes 1 ms, plus 1 us per pixel."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(timing, "_processor_seconds", lambda _, side: 1e-3 + 1e-6 * side**2)
     training = Training(make_run(batch=4), tmp_path, data)
@@ -577,8 +577,10 @@ WITHOUT_TRACEBACK = FileExistsError("made"), ValueError("made"), runner.FailedRu
         *((["nyud"], error, None) for error in (TypeError, RuntimeError)),
     ],
 )
-def test_what_a_user_can_mend_has_no_traceback(tmp_path, monkeypatch, arguments, raised, match):
-    """Python prints the text on stderr and exits with 1; other errors keep theirs."""
+def test_errors_that_users_can_mend_have_no_traceback(
+    tmp_path, monkeypatch, arguments, raised, match
+):
+    """Python prints the text on stderr and exits with 1; other errors keep their tracebacks."""
     folders = ["--data", str(tmp_path), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["paper", *arguments, *folders])
     if raised:

@@ -1,4 +1,4 @@
-"""Parts of today's networks that act once per backward pass: right, or refused with a reason."""
+"""Parts of networks that act once per backward pass: correct, or refused with a reason."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ class Ones(cs.GramianMethod):
 
 
 class Overwrites(torch.autograd.Function):
-    """Swish, with its gradient written over what it has saved."""
+    """Swish, whose backward pass overwrites its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Overwrites(torch.autograd.Function):
 
 
 class ScalesSaved(torch.autograd.Function):
-    """A loss whose gradient is made in the forward pass, and scaled in place in the backward."""
+    """A loss whose gradient is computed in its forward pass and scaled in place in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Cached(torch.autograd.Function):
 
 
 class Clamps(torch.autograd.Function):
-    """No linear function of the gradient, but the same in every pass."""
+    """A nonlinear function of the gradient, but the same one in every pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_pass_that_cannot_be_repeated(part: str, every: int, update: bool) -> 
     function, message = PARTS[part]
     network = Network(function, Ones(update_every=every))
     before = [p.detach().clone() for p in network.trunk.parameters()]
-    for _ in range(2):  # It is refused until it is right.
+    for _ in range(2):  # It is refused until it is corrected.
         with pytest.raises(RuntimeError, match=f"(?s){message}.*use step.*check_passes=False"):
             network.opt.backward(network.losses(), update=update)
     assert all(p.grad is None for p in (*network.trunk.parameters(), *network.heads.parameters()))
@@ -146,7 +146,7 @@ def test_a_pass_that_cannot_be_repeated(part: str, every: int, update: bool) -> 
 
 @pytest.mark.parametrize("part", ["overwritten", "cache", "injected"])
 def test_ways_out(part: str) -> None:
-    """Each task's own graph, features, and one pass for all."""
+    """Alternatives: features, one pass for the sum of the losses, and a graph per task."""
     function, _ = PARTS[part]
     expected = _plain(function)
     network = Network(function)
@@ -157,7 +157,7 @@ def test_ways_out(part: str) -> None:
     network = Network(function, cs.Sum())
     network.opt.backward(network.losses())
     torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
-    if part != "injected":  # There it counts in each task's pass.
+    if part != "injected":  # An injected gradient would count in each task's pass.
         network = Network(function)
         network.opt.step(lambda task: network.losses()[task])
         torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
@@ -181,7 +181,7 @@ def test_a_loss_of_two_tasks_that_scales_its_gradient_in_place(
 
 
 def test_tasks_without_the_first_share_a_part() -> None:
-    """A pass is repeated of every task that walks what others walk and none before has."""
+    """A task's pass is repeated if it shares a part that no earlier task's pass has reached."""
     torch.manual_seed(0)
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "two": nn.Linear(3, 4)})
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), ["a", "b", "c"], Ones())
@@ -195,7 +195,7 @@ def test_tasks_without_the_first_share_a_part() -> None:
 @pytest.mark.parametrize("first", ["ab", "a", "ca", "ab ca"])
 @pytest.mark.parametrize("part", ["overwritten", "injected"])
 def test_tasks_that_come_together_later(part: str, first: str) -> None:
-    """Two tasks share a part that no step before has had twice."""
+    """Two tasks share a part that at most one task has reached in an earlier step."""
     function, _ = PARTS[part]
     torch.manual_seed(0)
     trunk = nn.Linear(3, 4)
@@ -246,7 +246,7 @@ def test_a_part_outside_the_trunk_that_tasks_share() -> None:
 
 
 class Buffered(torch.autograd.Function):
-    """A linear map whose gradients are in a buffer that it keeps, as those of a CUDA graph are."""
+    """A linear map that returns gradients in a buffer that it keeps, as a CUDA graph does."""
 
     buffer: ClassVar[Tensor]
 
@@ -296,7 +296,7 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
 
 
 def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
-    """Its gradient is copied after every pass, which is no gradient that a function has written."""
+    """Copies of its gradient after each pass must not count as gradients that a function writes."""
     tasks, updates = ["a", "b", "c"], []
     for function in (nn.functional.linear, Buffered.apply):
         torch.manual_seed(0)
@@ -317,7 +317,7 @@ def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
 
 
 class Doubles(torch.autograd.Function):
-    """It returns the very tensor that it keeps, as a function with `out=` does."""
+    """Returns the very tensor that it keeps, like a function with `out=`."""
 
     buffer: ClassVar[Tensor]
 
@@ -368,7 +368,7 @@ def test_a_buffer_of_heads_behind_features(method: type[cs.Method]) -> None:
 
 
 def test_kept_weights_of_features_behind_a_function() -> None:
-    """It may hide parameters; who reaches which does not matter for gradients of features."""
+    """The function may hide parameters, but gradients of features do not depend on their reach."""
     network = Network(Clamps.apply, cs.UPGrad(update_every=4))
     solved = []
     for _ in range(8):
@@ -382,7 +382,7 @@ def test_kept_weights_of_features_behind_a_function() -> None:
 
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_a_buffer_outside_the_trunk(how: str) -> None:
-    """A head that both tasks use: its gradients add up in `.grad`."""
+    """Both tasks use this head, so its gradients add up in `.grad`."""
     expected = []
     for function in (nn.functional.linear, Buffered.apply):
         network = Network(torch.tanh)
@@ -404,7 +404,7 @@ def test_a_buffer_outside_the_trunk(how: str) -> None:
 
 @pytest.mark.parametrize("part", [Clamps.apply, torch.tanh], ids=["clamps", "tanh"])
 def test_parts_that_are_repeatable(part: Callable[[Tensor], Tensor]) -> None:
-    """Three passes more in the first call, and none later."""
+    """The first call makes three more passes, later calls none."""
     network, passes = Network(part), [0]
     rows = []
     for task in AB:
@@ -454,10 +454,10 @@ CHANGING: dict[str, Callable[[Tensor, Callable[[Tensor], None]], object]] = {
 @pytest.mark.parametrize("method", [Ones, cs.Sum])
 @pytest.mark.parametrize("place", CHANGING)
 def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method], place: str) -> None:
-    """A penalty would count once per task; one that only looks is let through."""
+    """A penalty would count once per task; a hook that only reads is allowed."""
     network = Network(torch.tanh, method())
     weight, seen = network.trunk["first"].weight, []
-    node = _node_of(weight)  # It lives as long as somebody holds it.
+    node = _node_of(weight)  # The node lives only as long as somebody holds it.
     CHANGING[place](weight, lambda p: seen.append(p.grad.norm()))
     network.make(how)
     assert seen
@@ -482,7 +482,7 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
 
 
 def test_reentrant_checkpointing_is_not_checked() -> None:
-    """The passes of any other part are: one warning says that these are not."""
+    """Passes of other parts are; one warning says that these are not."""
     network = Network(lambda h: Injects.apply(h, h.square().mean()))
     run = torch.utils.checkpoint.checkpoint
     plain = network.part
@@ -492,7 +492,7 @@ def test_reentrant_checkpointing_is_not_checked() -> None:
 
 
 def test_a_hook_of_many_gradients_that_torch_does_not_repeat() -> None:
-    """Torch's error is kept, with the way out."""
+    """Torch's error gets a note that names the way out."""
     network = Network(torch.tanh)
     seen: list[object] = []
     parameters = [*network.trunk.parameters()]
@@ -507,7 +507,7 @@ def test_a_hook_of_many_gradients_that_torch_does_not_repeat() -> None:
 
 @pytest.mark.parametrize("common", [True, False])
 def test_a_hook_that_adds_to_each_pass(common: bool) -> None:
-    """Also where each loss has a graph of its own, which ends in the same parameters."""
+    """Each loss may also have its own graph, with the same parameters."""
     network = Network(torch.tanh)
     network.trunk["first"].weight.register_hook(lambda grad: grad + 1)
     losses = network.losses() if common else {t: network.losses()[t] for t in AB}
@@ -556,7 +556,7 @@ class AddsUpElsewhere(torch.autograd.Function):
 def test_a_function_that_adds_gradients_up_elsewhere(
     how: str, returns: bool, rebinds: bool
 ) -> None:
-    """It may return None, or zeros, and make the attribute anew in every pass."""
+    """It may return None or zeros, and may rebind the attribute in every pass."""
     network = Network(torch.tanh)
     network.trunk["fused"] = nn.Linear(8, 8, bias=False)
     weight: Any = network.trunk["fused"].weight
@@ -572,7 +572,7 @@ def test_a_function_that_adds_gradients_up_elsewhere(
 
 
 def test_attributes_without_memory_to_read() -> None:
-    """They are none of the gradients that are looked for."""
+    """They do not count as gradients that a function adds up."""
     network = Network(torch.tanh)
     weight: Any = network.trunk["last"].weight
     weight.offloaded = torch.zeros_like(weight)
@@ -582,12 +582,12 @@ def test_attributes_without_memory_to_read() -> None:
     network.make("backward")
 
 
-def test_a_new_set_up_is_checked_again() -> None:
+def test_a_new_setup_is_checked_again() -> None:
     network = Network(torch.tanh)
     network.opt.backward(network.losses())
     network.sgd.step()
     network.part = Overwrites.apply
-    network.opt.backward(network.losses())  # Nothing is looked at later.
+    network.opt.backward(network.losses())  # Later calls are not checked.
     network.sgd.step()
     network.trunk["last"].bias.requires_grad_(False)
     with pytest.raises(RuntimeError, match="that differ"):
@@ -595,7 +595,7 @@ def test_a_new_set_up_is_checked_again() -> None:
 
 
 def _cached_loss(network: Network, task: str) -> Tensor:
-    """A contrastive loss of embeddings without a graph; a hook embeds again, chunk by chunk."""
+    """A contrastive loss without a graph; its hook recomputes the embeddings in chunks."""
 
     def embed(x: Tensor) -> Tensor:
         h: Tensor = network.heads[task](network.trunk["last"](network.trunk["first"](x).tanh()))
@@ -628,7 +628,7 @@ def _same_loss(network: Network, task: str) -> Tensor:
     "method", [cs.Sum, cs.PCGrad, cs.UPGrad, lambda: cs.UPGrad(update_every=3)]
 )
 def test_a_loss_whose_gradient_a_hook_makes(method: Callable[[], cs.Method]) -> None:
-    """In `step`, as a plain loss; elsewhere it says so."""
+    """`step` treats it like a plain loss; `backward` refuses it."""
     cached, plain = Network(torch.tanh, method()), Network(torch.tanh, method())
     for _ in range(4):
         cached.opt.step(lambda task: _cached_loss(cached, task))
@@ -642,7 +642,7 @@ def test_a_loss_whose_gradient_a_hook_makes(method: Callable[[], cs.Method]) -> 
     "method", [cs.Sum, cs.UPGrad, cs.MGDA, cs.NashMTL, cs.FairGrad, cs.ConFIG, cs.GradDrop]
 )
 def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
-    """As adapters are switched; it is the other task's own, as if it were detached."""
+    """As when adapters are switched: the block belongs to the task for which it trains."""
 
     def norms(toggle: bool) -> Tensor:
         torch.manual_seed(1)
@@ -669,7 +669,7 @@ def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
 
 
 class Inner(torch.autograd.Function):
-    """Checkpointing by hand: the function runs again in the backward pass, which is inside."""
+    """Manual checkpointing: the function runs again, with a backward pass inside this one."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -687,7 +687,7 @@ class Inner(torch.autograd.Function):
 
 
 class Returned(torch.autograd.Function):
-    """The same with the gradients of the parameters asked for and returned."""
+    """Like `Inner`, but asks for the parameters' gradients and returns them."""
 
     @staticmethod
     def forward(
@@ -717,7 +717,7 @@ class Halves(cs.GramianMethod):
 @pytest.mark.parametrize("how", ["inner", "returned", "cached"])
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_kept_weights_of_parts_with_a_backward_pass_inside(how: str, hidden: str, way: str) -> None:
-    """Each task's gradient gets its weight once, hidden in the graph or not."""
+    """Each task's gradient gets its weight once, whether or not the graph hides it."""
     network = Network(torch.tanh, Halves(update_every=3))
     first, last = network.trunk["first"], network.trunk["last"]
 
@@ -776,7 +776,7 @@ class Writes(torch.autograd.Function):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("check_passes", [True, False])
 def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes: bool) -> None:
-    """No hook sees them, so nothing could weigh them, whenever the function begins to act."""
+    """No hook sees them, so they cannot be weighted, no matter when the function begins to act."""
     network = Network(torch.tanh)
     middle = nn.Parameter(torch.eye(8) / 2)
     network.trunk.register_parameter("middle", middle)
@@ -799,7 +799,7 @@ def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes
 
 @pytest.mark.parametrize("shows", ["trunk", "own trunk", "head"])
 def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows: str) -> None:
-    """Also where the graph shows the layer elsewhere, so a pass of all tasks could not weigh it."""
+    """The graph may also show the layer elsewhere; one pass for all tasks could not weight it."""
     network = Network(torch.tanh, Halves(update_every=3))
     shared, widen = network.trunk["last"], torch.eye(5, 8)
 
@@ -837,7 +837,7 @@ def test_kept_weights_of_functions_that_write_in_graphs_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", [Ones, cs.Sum])
 def test_a_function_of_a_head_with_a_backward_pass_inside(method: type[cs.Method]) -> None:
-    """Behind features, its gradients count once, also of a layer that the graph shows too."""
+    """Behind features, its gradients count once, even for a layer that the graph also shows."""
     network = Network(torch.tanh, method())
     z, extra = network.features(), nn.Linear(5, 5)
     network.sgd.add_param_group({"params": [*extra.parameters()]})
@@ -852,7 +852,7 @@ def test_a_function_of_a_head_with_a_backward_pass_inside(method: type[cs.Method
 
 
 class Fused(torch.autograd.Function):
-    """A loss as fused kernels have it: its gradient is saved, and scaled in place."""
+    """A loss like those of fused kernels: its gradient is saved, and scaled in place."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, target: float) -> Tensor:
@@ -890,8 +890,8 @@ def test_parts_of_one_task_alone_need_not_be_repeatable(every: int) -> None:
         network.sgd.zero_grad()
 
 
-def test_a_failed_step_shows_nothing_of_what_tasks_reach() -> None:
-    """The batch may be dropped."""
+def test_a_failed_step_does_not_change_reach() -> None:
+    """Its batch may be dropped, so it must not count."""
     torch.manual_seed(0)
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Halves())
@@ -931,7 +931,7 @@ def test_a_failed_step_leaves_nothing_to_check() -> None:
 
 
 def test_the_check_leaves_no_trace() -> None:
-    """Checkpointing runs normalizations again; and later set-ups are checked a few times only."""
+    """It restores statistics that checkpointing changes, and checks only a few of many setups."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8)
     trunk = nn.ModuleDict({"first": nn.Linear(6, 8), "norm": norm, "last": nn.Linear(8, 5)})
@@ -959,7 +959,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
-    """As atomic additions do on a GPU: no false alarm."""
+    """Atomic additions on a GPU do so; they must not raise a false alarm."""
 
     class Adds(torch.autograd.Function):
         @staticmethod

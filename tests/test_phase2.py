@@ -32,8 +32,8 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def _check_priority(priority: Tensor, exact: Tensor) -> None:
-    """Equal wherever the two greatest strengths are not within rounding of each other."""
-    if 1 in exact.shape:  # One channel is all of every task's layer: a tie, to the first task.
+    """Priorities are equal wherever the two largest strengths differ by more than rounding."""
+    if 1 in exact.shape:  # The only channel is every task's maximum: a tie.
         assert priority.eq(0).all()
         return
     top = exact.topk(2, dim=0).values
@@ -43,15 +43,15 @@ def _check_priority(priority: Tensor, exact: Tensor) -> None:
 
 
 def _check_update(update: Tensor, args: Sample, priority: Tensor) -> None:
-    """At most twice the error of the plain formula in the same dtype."""
+    """The error is at most twice the plain formula's in the same dtype."""
     kind = args.kind
     exact = projected_rows(args.grads.double(), priority, kind)
     plain = closed_form_rows(args.grads, priority, kind)
     error = (rows(update.double(), kind) - exact).abs().max()
     allowed = 2 * (plain.double() - exact).abs().max()
-    # Where the plain formula happens to be exact, the roundings that storing takes: one, or two in
-    # 16 bits (the sum, then what is added to it); in float64, where the plain formula is as good
-    # as the oracle, one for each addition.
+    # Storing rounds even where the plain formula is exact: once, or twice in 16 bits (the sum, then
+    # what is added to it). In float64, where the plain formula is as good as the oracle, each
+    # addition rounds.
     roundings = {torch.float32: 1, torch.float64: len(args.grads) + 1}.get(update.dtype, 2)
     rounding = roundings * torch.finfo(update.dtype).eps / 2 * exact.abs().max()
     assert error <= max(allowed, rounding)
@@ -68,7 +68,7 @@ def _strength(args: Sample) -> Tensor:
 
 
 def _check_products(products: Tensor, layers: list[Sample], priorities: Iterable[Tensor]) -> None:
-    """They are d_ij = <G_i, G_j> of every channel group."""
+    """Checks d_ij = <G_i, G_j> of every channel group."""
     for d, layer, priority in zip(products, layers, priorities, strict=True):
         of_rows = torch.stack([rows(g.double(), layer.kind) for g in layer.grads])
         for i in range(len(d)):
@@ -77,7 +77,7 @@ def _check_products(products: Tensor, layers: list[Sample], priorities: Iterable
 
 
 def _check(args: Sample) -> Tensor:
-    """Both results of an update; the priority."""
+    """Checks both results of an update; returns the priority."""
     update, priority = _phase2(args)
     assert update.shape == args.weight.shape
     assert update.dtype is args.weight.dtype
@@ -106,16 +106,16 @@ LARGER = [(256, 256, 3, 3), (5, 70001), (4099, 64)]
 @pytest.mark.parametrize("shape", LARGE if SMALL else LARGER, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """More than a chunk, more than a cache, groups visited on their own."""
+    """Layers larger than a chunk, layers larger than a cache, groups visited one by one."""
     assert len(_check(sample(Kind("large", shape), 4, dtype)).unique()) >= 3
 
 
 @pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
 def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
-    """The same bits as one tensor at a time: also where the update is written past the caches.
+    """The bits equal those of one tensor at a time, even if streaming stores write the update.
 
-    Each tensor alone moves less than the size from which that is done. The second layer's addresses
-    are aligned to nothing; the first one has a group too large for any scratch.
+    A single tensor is too small for streaming stores. The second layer is unaligned; the first one
+    has a group too large for any scratch buffer.
     """
     priorities = [torch.zeros(650, dtype=torch.int64), torch.randint(-1, tasks, (300,))]
     shapes = [(650, 4001), (300, 5003), (1_000_001,)]
@@ -139,7 +139,7 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_connection_strength(backend: str, dtype: torch.dtype, kind: Kind, normalize: bool) -> None:
-    """Weight, gamma and variance are of any dtype, subnormal values included."""
+    """Weight, gamma and variance may have any dtype, and subnormal values."""
     args = sample(kind, 3, dtype)
     gamma = args.gamma * torch.tensor([[1.0], [1e-6], [1.0]])
     args = replace(args, gamma=gamma.to(dtype), running_var=args.running_var.to(dtype))
@@ -155,7 +155,7 @@ def test_connection_strength(backend: str, dtype: torch.dtype, kind: Kind, norma
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_of_16_bit_results(backend: str, dtype: torch.dtype) -> None:
-    """A sum of two is exact in float, so the result is the correctly rounded one, everywhere."""
+    """A sum of two is exact in float32, so every result must be correctly rounded."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     every = bits.view(dtype)
     other = every[torch.randperm(len(every))]
@@ -189,7 +189,7 @@ def test_all_gamma_zero_gives_the_first_task(backend: str) -> None:
 
 @pytest.mark.parametrize("other", [-1, -5, 3, 70, None])
 def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
-    """Those of no task, and all where the reference gradient is zero."""
+    """They have no task, or a reference gradient of zero."""
     grads, update = torch.randn(3, 6, 40), torch.empty(6, 40)
     priority = torch.tensor([0, other or 1, 1, 2, other or 1, 0])
     if other is None:
@@ -202,7 +202,7 @@ def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
 def test_scales_of_float32(backend: str, scale: float) -> None:
-    """Finite and equivariant: scaling by a power of two is exact, so the result is too."""
+    """Results are finite and scale with gradients: a power of two is an exact factor."""
     if backend in GPU_BACKENDS and not 1e-18 <= scale <= 1e18:
         return  # products of a tile are in float32
     args = sample(Kind("conv", (16, 64, 3, 3)), 4, torch.float32)
@@ -245,7 +245,7 @@ def test_nan_and_inf_reach_the_update(backend: str, bad: float, task: int) -> No
 
 
 def _trunk(tasks: int, dtype: torch.dtype) -> tuple[list[Sample], dict[str, Any]]:
-    """Layers and tensors without priority; some gradients are missing, zeros in the samples."""
+    """Layers and tensors without priority; some gradients are missing, and zero in the samples."""
     layers = [sample(kind, tasks, dtype) for kind in KINDS]
     arguments = trunk_arguments(layers)
     plain = [torch.randn(tasks, *shape).to(dtype) for shape in ((7,), (40000,), ())]
@@ -263,10 +263,10 @@ def _trunk(tasks: int, dtype: torch.dtype) -> tuple[list[Sample], dict[str, Any]
 @pytest.mark.parametrize("tasks", [2, 3, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
-    """Energies, priorities, products, then the projection: the same as the fused update.
+    """Energies, priorities, products and the projection together equal the fused update.
 
-    That is the update layer by layer, and the plain sum of other tensors; missing gradients are
-    zeros.
+    The fused update equals the update of each layer alone, and the plain sum of other tensors;
+    missing gradients count as zeros.
     """
     layers, arguments = _trunk(tasks, dtype)
     written = torch.empty(len(layers), tasks, tasks, dtype=torch.float64)
@@ -304,7 +304,7 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
 
 
 def test_products_of_layers_of_several_dtypes(backend: str) -> None:
-    """A GPU has a launch for each dtype; all write into the same tensor."""
+    """A GPU has one launch per dtype; all launches write into the same tensor."""
     dtypes = torch.float32, torch.bfloat16, torch.float32, torch.float64
     layers = [sample(Kind("linear", (8, 5)), 3, dtype) for dtype in dtypes]
     products = torch.empty(len(layers), 3, 3, dtype=torch.float64)
@@ -313,8 +313,8 @@ def test_products_of_layers_of_several_dtypes(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_stages_over_parts_of_the_channels_inputs(backend: str, shards: int) -> None:
-    """Energies and products of parts add up to those of the whole: gradients on several devices."""
+def test_stages_over_shards(backend: str, shards: int) -> None:
+    """Energies and products of shards add up to those of the whole, as on several devices."""
     tasks, weight, grads = 3, torch.randn(8, 24), torch.randn(3, 8, 24)
     statistics = torch.rand(tasks, 8), torch.rand(tasks, 8) + 0.1, [1e-5] * tasks
     whole = torch.empty(8, 24)
@@ -374,7 +374,7 @@ def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_update_into_a_tensor(backend: str, kind: Kind, dtype: torch.dtype) -> None:
-    """The bits are those of a new tensor, whatever was in `out`."""
+    """The bits equal those of a new tensor, whatever was in `out`."""
     args = sample(kind, 3, dtype)
     update, priority = _phase2(args)
     out = torch.full_like(update, torch.nan)

@@ -1,4 +1,4 @@
-"""Pictures: one for light pages and one for dark ones, and what they explain is what is done."""
+"""Pictures: each has a light and a dark version, and the geometry agrees with Phase 2."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_a_picture_is_written_for_light_and_dark_pages(tmp_path: Path) -> None:
     assert style.MODES["-dark"][0] in dark
 
 
-def test_the_drawn_vectors_and_groups_are_those_of_phase_2() -> None:
+def test_the_drawn_vectors_and_groups_agree_with_phase_2() -> None:
     gradients = torch.tensor(np.stack([explained.REFERENCE, explained.OTHER]))[:, None]
     update = functional.project_conflicts(gradients, torch.tensor([0]))
     np.testing.assert_allclose(update[0], explained.REFERENCE + explained.PROJECTED, atol=1e-6)

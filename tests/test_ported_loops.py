@@ -1,4 +1,4 @@
-"""Mistakes that loops bring along, which would train on without a word."""
+"""Mistakes in ported loops that would otherwise train on silently."""
 
 import copy
 import sys
@@ -29,7 +29,7 @@ TWICE = RuntimeError, "optimizer has already used the update"
 
 @BOTH_PHASES
 def test_a_second_optimizer_step(schedule):
-    """It would apply the update twice; so it would after clipping, and for the trunk alone."""
+    """It would apply the update twice, even after clipping or with other gradients in the heads."""
     setup, opt = started(schedule=schedule)
 
     def new_gradients_of_heads():
@@ -51,8 +51,8 @@ def test_a_second_optimizer_step(schedule):
         scaler.step(scaled.optimizer)
 
 
-def test_steps_on_gradients_of_one_s_own():
-    """Such as those of another loss, between two steps."""
+def test_steps_on_other_gradients():
+    """For example, on gradients of another loss, between two steps."""
     setup, opt = started(schedule=cs.Mixed(2, seed=3, draw="step"))
     opt.start_epoch(1)
     for number in range(4):
@@ -78,7 +78,7 @@ def test_several_optimizers_and_one_more_step():
 
 
 def test_a_normalization_outside_the_trunk():
-    """It would normalize every task with the one that was active before."""
+    """It would normalize every task with the task that was active before."""
     blocks = (nn.Sequential(nn.Linear(n, m), nn.BatchNorm1d(m)) for n, m in ((4, 6), (6, 3)))
     network = cs.nn.convert_task_batchnorm(nn.Sequential(*blocks), AB)
     cs.nn.set_task(network, "a")
@@ -107,11 +107,11 @@ SAME = "got 3 of which two are the same .*partial"
 @pytest.mark.parametrize(
     ("closures", "message"),
     [
-        # They read the last batch.
+        # All of these read the last batch.
         (lambda s: [lambda task: s.closure(n)(task) for n in range(3)], SAME),
         (lambda s: [partial(lambda x, task: x * s.closure(n)(task), 1) for n in range(3)], SAME),
         (lambda s: (lambda task: s.closure(n)(task) for n in range(3)), SAME),
-        # Batches of their own: bound, by keyword, partial, made, drawn by the closure itself.
+        # These have their own batches, bound in several ways, or draw them.
         (lambda s: [lambda task, n=n: s.closure(n)(task) for n in range(3)], None),
         (lambda s: [lambda t, *, n=b[0]: s.closure(0)(t) + n.sum() for b in s.batches], None),
         (lambda s: [partial(lambda n, task: s.closure(n)(task), n) for n in range(3)], None),
@@ -187,14 +187,14 @@ def test_a_closure_that_changes_gradients_between_micro_batches():
         setup.optimizer.zero_grad()
         return setup.closure(0)(task)
 
-    opt.step(closure)  # Nothing is lost: every task has a step of its own.
+    opt.step(closure)  # Nothing is lost: every task's update is a step.
     opt.step([closure, setup.closure(1)])
     with pytest.raises(RuntimeError, match=LEAVE):
         opt.step([setup.closure(1), closure])
 
 
 def test_a_frozen_teacher_with_another_task():
-    """Converted too, and run for one task, whichever is trained."""
+    """The teacher is converted, too, and always runs for "depth", whichever task is trained."""
     setup, opt = started()
     teacher = copy.deepcopy(setup.trunk).requires_grad_(False)
 
@@ -208,7 +208,7 @@ def test_a_frozen_teacher_with_another_task():
 
 
 def test_steps_leave_no_memory_behind():
-    """Torch never frees a patch of its compiler's limits."""
+    """Torch never frees patches of its compiler's limits."""
     import torch._dynamo
 
     setup, opt = started()
@@ -225,7 +225,7 @@ def test_steps_leave_no_memory_behind():
 
 @BOTH_PHASES
 def test_autocast_around_the_step(schedule):
-    """Its cache must not have the weights before the update of the task before."""
+    """Autocast's cache must not keep weights from before the last task's update."""
 
     def trained(around):
         setup = Setup(dtype=torch.float32)

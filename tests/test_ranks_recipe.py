@@ -1,4 +1,4 @@
-"""The recipe for many ranks: trains as torchrun starts it, and goes on from its checkpoints."""
+"""The recipe for many ranks: training as torchrun starts it, and resuming from its checkpoints."""
 
 import contextlib
 import io
@@ -25,15 +25,15 @@ STEPS = 16
 SAVED = 10
 """The first of two checkpoints, in the middle of the second epoch."""
 
-# Both with a checkpoint from two ranks. Training statistics are those of the parts of a batch, so
-# only fixed ones give other numbers of ranks the same losses.
+# Both save a checkpoint on two ranks. Training statistics depend on each rank's part of a batch, so
+# losses are the same on other numbers of ranks only if statistics are fixed.
 KINDS = {"replicated": (), "sharded": ("--sharded", "--fixed-statistics")}
 
 Losses = dict[int, tuple[int, float, float]]
-"""By step: the phase, and the losses of two tasks."""
+"""The phase and the losses of two tasks, by step."""
 
 Runs = dict[str, tuple[Losses, Path]]
-"""By kind: the losses of an uninterrupted run, and the folder of its first checkpoint."""
+"""The losses of an uninterrupted run and the folder of its first checkpoint, by kind."""
 
 
 def _arguments(folder: Path, *options: str) -> list[str]:
@@ -46,9 +46,9 @@ def _losses(out: str) -> Losses:
 
 
 def _on_a_rank(rank: int, arguments: list[str]) -> str:
-    """What the recipe prints; the group is the one that this process has."""
+    """Runs the recipe in the group of this process; returns what it prints."""
     with (
-        torch.device("cpu"),  # The recipe says itself which tensors are on its device.
+        torch.device("cpu"),  # The recipe places its tensors itself.
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(sys, "argv", arguments),
@@ -76,7 +76,7 @@ def straight(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
-    """It goes on exactly, in processes of its own."""
+    """It resumes exactly, in processes of its own."""
     losses, folder = straight["sharded"]
     shutil.copytree(folder, tmp_path / "sharded")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -104,7 +104,7 @@ def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
 def test_resumed_runs_go_on(
     pools: Pools, straight: Runs, tmp_path: Path, kind: str, size: int, options: tuple[str, ...]
 ) -> None:
-    """From two ranks on two exactly; also on one that is not sharded, and on four that are."""
+    """Exact on two ranks; it also works on one without shards, and on four with shards."""
     losses, folder = straight[kind]
     assert list(losses) == list(range(STEPS))
     assert {phase for phase, *_ in losses.values()} == {1, 2}

@@ -45,14 +45,14 @@ NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"toy", "atomic"})
 
 
 def half_loss(network: nn.Module, batch: toy.Batch, task: str):
-    """The mean over two micro-batches."""
+    """Half of the loss, for the mean over two micro-batches."""
     return loss_of_batch(network, batch, task) / 2
 
 
 def trained_in_mixed_precision(
     dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
 ):
-    """With autocast around the network, or around the loss too."""
+    """Autocast is around the network, or also around the loss."""
 
     def loss(network: nn.Module, batch: toy.Batch, task: str):
         images, targets = batch
@@ -76,7 +76,7 @@ def test_plain_loop(float64, tmp_path):
         network, history = module.train(epochs, tmp_path / "checkpoint")
         assert len(history) == 3
     assert_equal_as_stated(module, network, expected)
-    # Predictions: those of a network for each task.
+    # Predictions equal those of one network per task.
     images = toy.make_batches(1)[0][0]
     predictions = module.predict(network, images)
     for task, of_task in plain.networks.items():
@@ -85,7 +85,7 @@ def test_plain_loop(float64, tmp_path):
 
 
 def test_watched(float64, tmp_path):
-    """The numbers in TensorBoard's files are those of reports, at every second step."""
+    """TensorBoard's files have the numbers of the reports, at every second step."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -139,7 +139,7 @@ LABELED = [["depth", "edges"], ["edges"], ["depth"]]
         ("with_fabric", "train", {"accelerator": "cpu"}, plain_training, {}),
         ("from_pcgrad", "train", {}, plain_pcgrad, JOINT),
         ("from_pcgrad", "train_by_hand", {}, plain_pcgrad, JOINT),
-        # No micro-batch is lost; each has the weight of half a batch, also the last of an epoch.
+        # No micro-batch is lost; each counts as half a batch, even the last one of an epoch.
         ("accumulation", "train", {}, HALVES, {"steps": 6}),
         ("accumulation", "train_unnormalized", {}, PCGRAD_OF_HALVES, JOINT | {"steps": 6}),
         *(("with_accelerate", "train", {"batches": n}, HALVES, {"steps": n}) for n in (6, 5)),
@@ -168,7 +168,7 @@ def test_activation_checkpointing(float64):
     def loss(network: nn.Module, batch: toy.Batch, task: str):
         result = loss_of_batch(network, batch, task)
         with torch.no_grad():
-            network.trunk(batch[0])  # The statistics once more.
+            network.trunk(batch[0])  # The recomputation updates statistics again.
         return result
 
     network, _ = module.train()
@@ -215,7 +215,7 @@ def test_add_a_task(float64):
         return toy.loss_of(task, network(images, task), target)
 
     plain = plain_training(loss=loss)
-    for epoch, phase in enumerate([1, 2, 1, 2, 1, 2]):  # Those of Mixed(epochs=6, seed=9).
+    for epoch, phase in enumerate([1, 2, 1, 2, 1, 2]):  # As drawn by Mixed(epochs=6, seed=9).
         if epoch == module.ADDED:
             new = plain.add_task("normals", like="depth")
             head = nn.Conv2d(8, 1, 1)
@@ -254,7 +254,7 @@ def test_from_torchjd(float64):
     projector = torchjd.linalg.QuadprogProjector(reg_eps=1e-12)
     theirs, _ = module.train_torchjd(aggregator=torchjd.aggregation.UPGrad(projector=projector))
     assert_equal_as_stated(module, network, theirs.state_dict(), 1)
-    # Of two tasks, the mean of PCGrad's projections.
+    # With two tasks, UPGrad's update is the mean of PCGrad's projections.
     options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
     expected = trained(plain_pcgrad(reduction="mean", **options), [2] * 12)
     assert largest_difference(network.state_dict(), expected) <= 1e-12
@@ -312,7 +312,7 @@ def trainer_options(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_with_lightning_in_mixed_precision(dtype, trainer_options):
-    """Lightning takes float16 on the CPU as a plugin only."""
+    """Lightning supports float16 on the CPU only as a plugin."""
     module = recipe("with_lightning")
     precision = importlib.import_module("lightning.pytorch.plugins.precision")
     options: dict[str, Any] = {"precision": "bf16-mixed"}
@@ -327,7 +327,7 @@ def test_with_lightning_in_mixed_precision(dtype, trainer_options):
 
 
 def test_with_lightning(float64, tmp_path, trainer_options):
-    """Whole batches, though the torch optimizer makes another number of steps; and resumed."""
+    """It counts batches, although the torch optimizer makes more steps, and can be resumed."""
     module = recipe("with_lightning")
     straight, trainer = module.train(**trainer_options)
     assert len(straight.history) == 12
@@ -345,10 +345,10 @@ def test_with_lightning(float64, tmp_path, trainer_options):
 
 
 class _Clipped(PlainTraining):
-    """To a norm of 2 over all parameters; the learning rate falls to 0 in six steps."""
+    """Clips the norm over all parameters to 2; the learning rate falls to 0 in six steps."""
 
     grad_norms: tuple[float, ...] = ()
-    """Of the updates before clipping."""
+    """The norms of updates before clipping."""
 
     def _apply(self, update: dict[nn.Parameter, Tensor]):
         norm = torch.cat([grad.flatten() for grad in update.values()]).norm().item()
@@ -359,10 +359,10 @@ class _Clipped(PlainTraining):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_with_transformers(accelerate, request, tmp_path, bf16):
-    """Two updates an epoch: the mean over two batches, and the one that is left.
+    """Two updates per epoch: the mean over two batches, and the last batch.
 
-    The gradients of BERT's key biases are zero but for rounding, which Adam would enlarge in
-    mixed precision.
+    Gradients of BERT's key biases are zero up to rounding, which Adam would amplify in mixed
+    precision.
     """
     if not bf16:
         request.getfixturevalue("float64")
@@ -394,7 +394,7 @@ def test_with_transformers(accelerate, request, tmp_path, bf16):
 
 
 def test_with_transformers_resumed(accelerate, tmp_path):
-    """In the middle and at the end of an epoch, with dropout and shuffled texts."""
+    """Training stops in the middle or at the end of an epoch, with dropout and shuffled texts."""
     module = recipe("with_transformers")
     options = {"save_steps": 1, "use_cpu": True}
     straight = module.train(str(tmp_path), **options)
@@ -412,10 +412,10 @@ def test_with_transformers_resumed(accelerate, tmp_path):
 
 
 class _Parts(PlainTraining):
-    """Every part of a batch for itself, as on a rank of its own."""
+    """Computes each part of a batch by itself, as on a rank of its own."""
 
     def gradients(self, task: str, micro_batches: Sequence[toy.Batch]):
-        """Of the mean loss; the running statistics are means over the parts too."""
+        """Gradients of the mean loss; running statistics are means over the parts, too."""
         buffers = [*self.networks[task].buffers()]
         before = [buffer.clone() for buffer in buffers]
         total: dict[nn.Parameter, Tensor] = {}
@@ -439,7 +439,7 @@ def _on_a_rank(rank):
 
 
 def _trainer_on_a_rank(rank, folder):
-    """Three updates, and the last two of them once more, from a checkpoint."""
+    """Makes three updates, and repeats the last two from a checkpoint."""
     options = {"per_device_train_batch_size": 5, "dropout": 0.0, "use_cpu": True}
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -456,7 +456,7 @@ def _trainer_on_a_rank(rank, folder):
 
 @pytest.mark.ranks
 def test_with_transformers_on_many_ranks(float64, accelerate, pools, tmp_path):
-    """Two ranks with two batches of five texts; one with two of ten."""
+    """Two ranks with two batches of five texts equal one process with two batches of ten."""
     module = recipe("with_transformers")
     options = {"per_device_train_batch_size": 10, "dropout": 0.0, "use_cpu": True}
     expected = module.train(str(tmp_path / "one"), **options).model.state_dict()
@@ -509,7 +509,7 @@ def test_recipes_are_short_scripts(
 
 
 def test_a_recipe_in_a_process_of_its_own(tmp_path):
-    """As a user starts it, from another folder."""
+    """A user starts it from another folder."""
     command = [sys.executable, FOLDER / "plain_loop.py", "--checkpoint", "a.pt", "--epochs", "2"]
     environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "timeout": 1200}

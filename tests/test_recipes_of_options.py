@@ -1,4 +1,4 @@
-"""Recipes of options of `MultiTaskOptimizer` and its steps, each against a loop in plain torch."""
+"""Recipes for options of `MultiTaskOptimizer` and its steps, each against a plain torch loop."""
 
 import json
 import struct
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore::Deprec
 
 
 class _Clipping(PlainTraining):
-    """Clips each task's gradient of the trunk, and of its head; or else every update."""
+    """Clips each task's gradients of the trunk and of its head, or the whole update."""
 
     before = False
     max_norm = 0.5
@@ -81,11 +81,11 @@ def test_clipping(float64, way):
         plain.step(phase, [batches[step % 3]])
     assert_equal_as_stated(module, network, plain.state())
     assert plain.conflicts > 0
-    assert 3 <= sum(plain.clipped) <= len(plain.clipped) - 3  # Outliers at least, and not all.
+    assert 3 <= sum(plain.clipped) <= len(plain.clipped) - 3  # At least the outliers, but not all.
 
 
 class _MuonAndAdamW:
-    """As one optimizer, for a plain loop."""
+    """Both as one optimizer, for a plain loop."""
 
     def __init__(self, matrices: list[nn.Parameter], parameters: dict[nn.Parameter, None]):
         others = [p for p in parameters if p not in set(matrices)]
@@ -131,7 +131,7 @@ def _dynamic(means: list[dict[str, float]]):
 
 
 def _weighted_plainly(name):
-    """Five epochs, and the weight of each loss in each step."""
+    """Trains for five epochs, and records the weight of each loss in each step."""
     network = toy.make_network(normalized=False)
     if name == "uncertainty":
         zeros = {task: torch.zeros(()) for task in TASKS}
@@ -174,12 +174,12 @@ def test_weightings(float64, name, tmp_path):
             difference = opt.weighting.log_sigma[task] - log_sigma
             assert difference.abs() <= stated(module)
     assert_equal_as_stated(module, network, expected)
-    # What is logged.
+    # The logged weights.
     assert len(history) == len(weights) == 15
     for (_, logged), of_step in zip(history, weights, strict=True):
         assert {task: weight.item() for task, weight in logged.items()} == pytest.approx(of_step)
     assert weights[-1] != pytest.approx(weights[0], rel=1e-2)
-    # Resumed.
+    # Resumed runs.
     for epochs in range(1, 6):
         resumed, parts, opt_resumed = module.train(name, epochs, tmp_path / "checkpoint")
         assert len(parts) == 3
@@ -206,7 +206,7 @@ def test_features(float64):
 
 
 class _Watching(PlainTraining):
-    """Notes what the recipe logs of each parameter."""
+    """Records what the recipe logs of each parameter."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -229,7 +229,7 @@ class _Watching(PlainTraining):
 
 
 Logged = dict[int, dict[str, float]]
-"""The numbers by step."""
+"""Logged numbers, by step."""
 
 
 def _from_tensorboard(folder):
@@ -244,7 +244,7 @@ def _from_tensorboard(folder):
 
 
 def _records(data):
-    """Those of a file of W&B: a log of LevelDB, behind a header of its own."""
+    """The records of a W&B file: a LevelDB log after a header."""
     header, block = 7, 32768
     at, record = header, b""
     while at < len(data):
@@ -252,16 +252,16 @@ def _records(data):
         if left < header:
             at += left
             continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)  # Behind a checksum.
+        length, kind = struct.unpack_from("<HB", data, at + 4)  # After a checksum.
         at += header + length
         record += data[at - length : at]
-        if kind in (1, 4):  # Whole, or the last part of one.
+        if kind in (1, 4):  # A whole record, or the last part of one.
             yield record
             record = b""
 
 
 def _from_wandb(folder):
-    """W&B has a reader in Go alone."""
+    """Reads a W&B file; W&B itself has a reader only in Go."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -280,7 +280,7 @@ READERS = {"tensorboard": _from_tensorboard, "wandb": _from_wandb}
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
-    """Its process ends with the test; what it keeps for all runs goes into a folder of the test."""
+    """W&B's process ends with the test, and its caches are in a folder of the test."""
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     package = pytest.importorskip("wandb")

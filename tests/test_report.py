@@ -1,4 +1,4 @@
-"""`MultiTaskOptimizer.report`: its numbers against a plain loop's, and what asking for it costs."""
+"""`MultiTaskOptimizer.report`: its numbers against a plain loop's, and its cost."""
 
 import math
 
@@ -23,7 +23,7 @@ SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 def one_step(
     method: cs.Method | None, scaled: bool
 ) -> tuple[Setup, cs.MultiTaskOptimizer, dict[str, Tensor], dict[str, list[Tensor]]]:
-    """With the rate 0; also the losses, and each task's gradients by name of a parameter."""
+    """Makes a step with rate 0; also returns the losses, and the tasks' gradients by parameter."""
     setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
     opt = setup.start(method, scaler=scaler)
@@ -88,7 +88,7 @@ def test_gramian_methods(method: cs.GramianMethod, scaled: bool) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @SCALED
 def test_connection_strength(backend: str, scaled: bool) -> None:
-    """Channel groups, conflicts and removed energy, layer by layer, from gradients by autograd."""
+    """Compares channel groups, conflicts and removed energy per layer with plain autograd."""
     with cs.use_backend(backend):
         setup, opt, _, grads = one_step(None, scaled)
     report, priority = opt.report(), opt.priority()
@@ -120,8 +120,8 @@ def test_connection_strength(backend: str, scaled: bool) -> None:
     assert report.gramian is report.cosines is report.gradient_norms is report.update_norm is None
 
 
-def test_tasks_that_take_no_part() -> None:
-    """Their rows stay, with no gradient: they are in no conflict, and in no pair."""
+def test_absent_tasks() -> None:
+    """Their rows stay, without gradients, and have no conflicts or pairs."""
     setup, opt = started()
     opt.step(setup.closure(0))
     opt.step(setup.closure(1), tasks=["edges", "depth"])
@@ -154,7 +154,7 @@ WEIGHTS = {"depth": 2.0, "normals": 1.0, "edges": 0.5}
     ],
 )
 def test_without_surgery(method: cs.Method, phase: int, weighting: cs.Weighting | None) -> None:
-    """There are losses; the weighted ones if there is a weighting."""
+    """It has the losses, and the weighted losses if there is a weighting."""
     schedule = cs.Sequential() if phase == 1 else cs.Joint()
     setup, opt = started(method, schedule, weighting=weighting)
     losses = {task: float(loss) for task, loss in opt.step(setup.closure(0)).items()}
@@ -174,8 +174,8 @@ def test_backward() -> None:
     torch.testing.assert_close(opt.report().gramian, matrix @ matrix.T)
 
 
-def test_the_last_step_is_reported() -> None:
-    """Not a failed one, and none of another run."""
+def test_the_last_successful_step_is_reported() -> None:
+    """A failed step or another run's step is not."""
     setup, opt = started()
     with pytest.raises(RuntimeError, match="call step or backward first"):
         opt.report()
@@ -202,7 +202,7 @@ def test_the_last_step_is_reported() -> None:
 
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
 def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays report as steps; a report changes nothing, and reads nothing before a number is."""
+    """Replays report as steps do; reports change nothing, and read nothing until printed."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     captured, eager, silent = (CASES[name](captured=captured) for captured in (True, False, False))
@@ -218,7 +218,7 @@ def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             reports.append(report)
         str(report)
     assert Recorder.replays > 1
-    for first, second in zip(reports[::2], reports[1::2], strict=True):  # Replays changed none.
+    for first, second in zip(reports[::2], reports[1::2], strict=True):  # None has changed.
         numbers = [{**report.scalars(), "surgery_ms": 0} for report in (first, second)]
         assert numbers[0] == numbers[1]
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
@@ -241,7 +241,7 @@ def test_as_text() -> None:
 
 
 def test_cosines_are_at_most_one() -> None:
-    """The square of the root of 3 is rounded below 3."""
+    """The square of the rounded root of 3 is less than 3."""
     equal = torch.full((2, 2), 3.0, dtype=torch.float64)
     report = cs.Report(0, None, 2, "", ("a", "b"), {}, {}, gramian=equal)
     assert report.cosines is not None

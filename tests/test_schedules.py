@@ -1,4 +1,4 @@
-"""When which phase comes."""
+"""The phases that schedules choose."""
 
 import pytest
 

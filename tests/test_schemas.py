@@ -10,7 +10,7 @@ pytestmark = pytest.mark.kernel
 
 
 def test_schemas_and_fakes() -> None:
-    """Mutation as declared, fakes alike, usable under compilation."""
+    """Operators mutate only what they declare, fakes match, and compilation works."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls = operator_calls()
     assert set(calls) == set(cs.ops.backends.OPERATORS)

@@ -1,4 +1,4 @@
-"""Situations that docs/errors.md and docs/loop.md have a remedy for: the remedy is exact."""
+"""Situations for which docs/errors.md and docs/loop.md have a remedy: the remedy is exact."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.loop
 
 
 def _losses(z, heads):
-    """In conflict: equal heads have opposed targets."""
+    """The tasks are in conflict: their heads are equal and their targets opposed."""
     signs = zip(AB, (1, -1), strict=True)
     return {task: (heads[task](z) - sign).square().mean() for task, sign in signs}
 
@@ -28,7 +28,7 @@ def _heads():
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_around_a_step(float64, line_search):
-    """With a closure of MultiTaskOptimizer, or of plain torch."""
+    """The closure is MultiTaskOptimizer's, or one in plain torch."""
     results = []
     for ours in (True, False):
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_lbfgs_around_a_step(float64, line_search):
 
 
 def test_sparse_gradients_of_an_embedding(float64):
-    """Equal to one pass with the task weights of the features' gradients."""
+    """They equal one pass with the task weights of the features' gradients."""
     embedding, heads = nn.Embedding(20, 6, sparse=True), _heads()
     pair = torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adam(heads.parameters())
     opt = cs.MultiTaskOptimizer(embedding, pair, AB, cs.PCGrad())
@@ -69,7 +69,7 @@ def test_sparse_gradients_of_an_embedding(float64):
     grads = [torch.autograd.grad(x, z, retain_graph=True)[0].flatten() for x in losses.values()]
     gramian = torch.stack(grads) @ torch.stack(grads).T
     assert gramian[0, 1] < 0
-    weights = cs.PCGrad().weights(gramian)  # Of two tasks, the order does not matter.
+    weights = cs.PCGrad().weights(gramian)  # With two tasks, the order does not matter.
     total = sum(w * x for w, x in zip(weights, losses.values(), strict=True))
     (expected,) = torch.autograd.grad(total, embedding.weight, retain_graph=True)
     opt.backward(losses, features=z)
@@ -90,7 +90,7 @@ def test_a_state_of_the_trunk_advances_once_per_pass():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_discriminator_in_the_generator_s_step(frozen):
-    """Held by the generator's optimizer, it is trained for the generator, and nothing raises."""
+    """If the generator's optimizer holds it, it trains for the generator, and nothing raises."""
     trunk, heads, judge = nn.Linear(4, 6), _heads(), nn.Linear(1, 1)
     sgd = sgd_of(trunk, heads, judge)
     opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())

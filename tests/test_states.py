@@ -1,4 +1,4 @@
-"""States of methods and weightings: a failed step leaves them, a wrong one is not loaded."""
+"""States of methods and weightings: failed steps do not change them, wrong ones are not loaded."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ PARTS: dict[str, Callable[[], Part]] = {
 
 
 class Loop:
-    """A small network in training with one of the parts, after two steps."""
+    """A small training loop with a method or weighting, after two steps."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ class Loop:
 
 
 class FailsIn(TorchDispatchMode):
-    """Raises at the n-th operation of the package's."""
+    """Raises in the n-th operator of the package."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FailsIn(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_failed_step_leaves_every_state(name: str) -> None:
-    """The next steps are those of a run without it."""
+    """The next steps equal those of a run without it."""
     loop, other = Loop(name), Loop(name)
     before = loop.state()
     for number in range(1, 9):
@@ -163,7 +163,7 @@ def test_a_wrong_state_is_not_loaded(
 def test_a_loss_of_nan_with_a_finite_gradient(
     way: str, at: int, method: Callable[[], cs.Method], weighting: Callable[[], cs.Weighting]
 ) -> None:
-    """A mean over no labels: its gradient is zero, and training goes on."""
+    """A mean over no labels has a gradient of zero, and training goes on."""
     trunk, heads = nn.Linear(5, 6), nn.ModuleDict({task: nn.Linear(6, 3) for task in AB})
     weighs = weighting()
     parameters = [*trunk.parameters(), *heads.parameters(), *weighs.parameters()]
@@ -188,7 +188,7 @@ def test_a_loss_of_nan_with_a_finite_gradient(
 
 @pytest.mark.parametrize("empty", [(0,), (0, 1), (0, 1, 2)])
 def test_log_sigma_of_micro_batches_without_labels(empty: tuple[int, ...]) -> None:
-    """Its gradient is that of the others, and of the regularizer once."""
+    """Its gradient covers the other micro-batches, and the regularizer once."""
     trunk, head = nn.Linear(3, 4), nn.Linear(4, 1)
     weighting = cs.UncertaintyWeights({"b": "regression"})
     sgd = sgd_of(trunk, head)

@@ -1,4 +1,4 @@
-"""Task weights from Gramians on every backend: hand values, laws, and what some methods keep."""
+"""Task weights from Gramians on every backend: hand values, laws, and states of methods."""
 
 import math
 from collections import Counter, defaultdict
@@ -32,7 +32,7 @@ _ops = torch.ops.cs_kernels
 @pytest.mark.parametrize(
     ("method", "gramian", "expected"),
     [
-        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each loses -1 / |other|^2 of the other.
+        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each gets 1 / |other|^2 of the other.
         (cs.PCGrad(), CONFLICT, [2.0, 1.25]),
         (cs.PCGrad("mean"), CONFLICT, [1.0, 0.625]),
         (cs.UPGrad(), CONFLICT, [1.0, 0.625]),
@@ -49,7 +49,7 @@ _ops = torch.ops.cs_kernels
         (cs.AlignedMTL("rmse"), ORTHOGONAL, [2.5**0.5 / 2, 2.5**0.5]),
         # g_0 = (1, 1/2); all of the radius 0.4 sqrt(1.25) goes to the second, which gains less.
         (cs.CAGrad(0.4, rescale=0), ORTHOGONAL, [0.5, 0.5 + 0.4 * 1.25**0.5]),
-        # Along g_0 by symmetry: |d| = 1 + c of it.
+        # By symmetry along g_0, with the length (1 + c) |g_0|.
         (cs.CAGrad(0.4, rescale=0), torch.eye(2), [0.7, 0.7]),
         (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
         (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
@@ -58,10 +58,10 @@ _ops = torch.ops.cs_kernels
         (cs.ConFIG(), CONFLICT, [1.5, 0.75]),
         (cs.FairGrad(), CONFLICT, [2**0.5, 0.5**0.5]),
         (cs.NTKMTL(), CONFLICT, [5**0.5, 1.25**0.5]),
-        # The cosine is -1/2: |g_i| / |g_j| of the other one make it 1/2.
+        # The cosine is -1/2: adding |g_i| / |g_j| of the other gradient makes it 1/2.
         (cs.GradVac(0.5), CONFLICT, [3.0, 1.5]),
         (cs.GradVac(), CONFLICT, [2.0, 1.25]),
-        # The documented weights, finite ones, where there is nothing to solve.
+        # Where there is nothing to solve, weights are finite, as documented.
         (cs.PCGrad(), ZEROS, [1.0] * 3),
         (cs.AlignedMTL(), ZEROS, [1.0] * 3),
         (cs.GradVac(0.5), ZEROS, [1.0] * 3),
@@ -131,7 +131,7 @@ def test_permuted_tasks_and_several_gramians(
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
 @each_method
 def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
-    """Equal to the reference's. An update that should be zero is as long as the ridge's root."""
+    """They equal the reference's. An update that should be zero is as long as the ridge's root."""
     rows = _random_rows(tasks, tasks, 4 * tasks if rank == "full" else tasks // 2 + 1)
     with cs.use_backend("reference"):
         expected = _update(method, rows)
@@ -144,7 +144,7 @@ def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, 
 def test_rounded_gramians_of_dependent_gradients(
     backend: str, method: GramianMethod, full: bool
 ) -> None:
-    """In float32, they are not positive semidefinite, by more than the ridge."""
+    """In float32, they are indefinite by more than the ridge."""
     for seed in range(40 if full and not SMALL else 4):
         rows = _random_rows(3 if SMALL else 5, seed, 1 + seed % 2).float()
         assert _update(method, rows).norm() <= 10 * rows.norm()
@@ -154,7 +154,7 @@ def test_rounded_gramians_of_dependent_gradients(
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
 @each_method
 def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float) -> None:
-    """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
+    """Weights stay, so updates scale. Nash-MTL's updates keep their norm, so its weights scale."""
     rows = _random_rows(4, 0)
     direct, scaled = _weights(method, rows), _weights(method, scale * rows)
     if isinstance(method, cs.NashMTL):
@@ -173,7 +173,7 @@ def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float
     ids=repr,
 )
 def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
-    """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
+    """These methods guarantee it; MGDA with "l2" guarantees it for normalized gradients."""
     for seed in range(4 if SMALL else 12):
         rows = _random_rows(2 + seed % 6, seed)
         if getattr(method, "normalize", None) == "l2":
@@ -183,7 +183,7 @@ def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) ->
 
 
 def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
-    """IMTL-G's and ConFIG's direction and Nash-MTL's update are those of a scaled gradient too."""
+    """A gradient's length changes neither IMTL-G's and ConFIG's direction nor Nash-MTL's update."""
     rows = _random_rows(3, 1)
     longer = rows * torch.tensor([[1.0], [1e3], [1.0]], dtype=torch.float64)
     for method in (cs.NashMTL(), cs.IMTLG(), cs.ConFIG()):
@@ -195,8 +195,8 @@ def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
 
 @each_method
 def test_degenerate_gramians(backend: str, method: GramianMethod) -> None:
-    """They give finite weights; overflows in a solver depend on the last bits of a scale."""
-    fast = backend in ("reference", "cpu") or torch.cuda.is_available()  # Else interpreted.
+    """Weights are finite; overflows in a solver depend on the last bits of a scale."""
+    fast = backend in ("reference", "cpu") or torch.cuda.is_available()  # Others are interpreted.
     line, few = [[1.0], [-2.0], [3.0], [1e-15], [1e15]], [1e-15, 1.0, 1e15]
     many = [1e-18 * 1.48**n for n in range(0, 48, 2 if fast else 24)]
     cancelling = [[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]]
@@ -221,7 +221,7 @@ def test_nan_and_inf_reach_the_weights(backend: str, method: GramianMethod, wron
 
 @pytest.mark.parametrize("kind", [cs.PCGrad, partial(cs.GradVac, 0.3)], ids=["PCGrad", "GradVac"])
 def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
-    """They change with the step and the seed; a step always has the same ones."""
+    """They depend on the step and the seed; a step always has the same ones."""
     rows = _random_rows(8, 3) - 0.5
     weights = {
         (seed, step): kind(seed=seed).weights(rows @ rows.T, cs.Step(step))
@@ -229,14 +229,14 @@ def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
     }
     assert len({tuple(w.tolist()) for w in weights.values()}) == 4
     assert torch.equal(kind(seed=1).weights(rows @ rows.T), weights[1, 0])
-    # PCGrad is GradVac's case of zero targets.
+    # PCGrad equals GradVac with targets of zero.
     both = [one.weights(rows @ rows.T) for one in (cs.PCGrad(seed=1), cs.GradVac(0, seed=1))]
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("solver", ["pcgrad", "gradvac"])
 def test_orders_with_a_counter(backend: str, solver: str) -> None:
-    """A counter adds to the step; several Gramians have orders of their own."""
+    """A counter adds to the step; each of several Gramians has its own orders."""
     rows = torch.stack([_random_rows(8, 3) - 0.5, _random_rows(8, 3) - 0.3])
     gramians = rows @ rows.mT
 
@@ -271,9 +271,9 @@ def test_pcgrad_orders_are_uniform() -> None:
 
 @pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(5, 1), (64, 33)])
 def test_dependent_gradients(backend: str, tasks: int, rank: int) -> None:
-    """Nash-MTL's weights solve up to the ridge, though a hundred thousand; FairGrad is short.
+    """Nash-MTL solves up to the ridge, with weights of 100,000; FairGrad's update is short.
 
-    FairGrad's gradients add up to zero, so no direction is good for all.
+    The gradients for FairGrad add up to zero, so no direction is good for all tasks.
     """
     factors = torch.randn(tasks, rank, dtype=torch.float64)
     others = torch.randn(rank, 3 * tasks, dtype=torch.float64)
@@ -291,7 +291,7 @@ def test_dependent_gradients(backend: str, tasks: int, rank: int) -> None:
 
 @pytest.mark.parametrize("tasks", [2, 3])
 def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
-    """Rounding makes their Gramian indefinite: a cosine is below -1, by more than Nash's ridge."""
+    """Rounding makes the Gramian indefinite: a cosine is below -1 by more than Nash-MTL's ridge."""
     gramian = torch.eye(tasks, dtype=torch.float64) * 2072.0
     squares = torch.tensor([2071.9355775117874, 2071.9355759620667], dtype=torch.float64)
     gramian[:2, :2] = squares.diag()
@@ -307,8 +307,8 @@ def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
 def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> None:
     """G w and w^(-1 / alpha) are equal, relative to the terms of G w.
 
-    Their difference alone could not be: with conflicts of very different lengths and a small alpha,
-    gains are below the rounding of these terms. Lengths differ up to 1:100 for odd seeds.
+    They need not be equal otherwise: with conflicts of very different lengths and a small alpha,
+    gains are below the rounding of these terms. For odd seeds, lengths differ by up to 1:100.
     """
     for seed in range(2 if SMALL else 8):
         rows = _random_rows(tasks, seed)
@@ -328,18 +328,18 @@ def test_fair_grad_between_the_sum_and_the_least_gain(backend: str) -> None:
     rows *= torch.tensor([[10.0], [3.0], [1.0], [0.3]], dtype=torch.float64)
 
     def gain(update: Tensor) -> float:
-        """The least one, relative to the update."""
+        """The least gain, relative to the update."""
         return float((rows @ update).min() / update.norm())
 
     updates = [_update(cs.FairGrad(alpha), rows) for alpha in (1 / 16, 0.5, 1, 4, 16)]
     gains = [gain(update) for update in updates]
     assert gains == sorted(gains)
     assert cosine_similarity(updates[0], rows.sum(0), dim=0) > 0.95
-    assert gains[-1] > 0.9 * gain(_update(cs.MGDA(), rows))  # MGDA's is the greatest there is.
+    assert gains[-1] > 0.9 * gain(_update(cs.MGDA(), rows))  # MGDA's is the largest.
 
 
 def test_config_has_equal_cosines(backend: str) -> None:
-    """And the length is the sum of the gradients' components along the update."""
+    """The update's length is the sum of the gradients' components along it."""
     for seed in range(4):
         rows = _random_rows(3 + seed, seed)
         update = _update(cs.ConFIG(), rows)
@@ -350,7 +350,7 @@ def test_config_has_equal_cosines(backend: str) -> None:
 
 
 def test_config_without_a_common_direction(backend: str) -> None:
-    """Opposed and cancelling gradients have none; three in a plane have a least-squares one."""
+    """Opposed and canceling gradients have none; three in a plane have a least-squares one."""
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):
@@ -372,7 +372,7 @@ def test_db_mtl_by_hand() -> None:
     expected = torch.tensor([2.0, 1.0]).double()
     weights = method.weights(torch.stack([CONFLICT, 4 * CONFLICT, ZEROS[:2, :2]]), step)
     torch.testing.assert_close(weights, torch.stack([expected, expected, 0 * expected]))
-    # Nothing changes if a loss is multiplied by a number: its gradient is too.
+    # Multiplying a loss by a number changes nothing: its gradient is multiplied, too.
     scaled = CONFLICT * torch.tensor([[9.0, 3.0], [3.0, 1.0]])
     updates = method.weights(scaled, _step(a=6.0, b=1.0)) * torch.tensor([3.0, 1.0])
     torch.testing.assert_close(updates, expected)
@@ -397,7 +397,7 @@ def test_gradvac_follows_the_cosines(backend: str) -> None:
 
 
 def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
-    """Pairs, also of layers, have targets of their own, in whatever steps they turn up."""
+    """Each pair of tasks has a target per layer, in whatever steps it appears."""
     rows = torch.randn(6, 2, 3, 7, dtype=torch.float64)
     method, kept = cs.GradVac(beta=0.3, groups="layer"), defaultdict[tuple[str, ...], float](float)
     steps = ["ab x", "abc xy", "ca y", "bc yx", "abc xy", "ab y"]
@@ -422,7 +422,7 @@ def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_gradvac_of_equal_gradients(backend: str, beta: float) -> None:
-    """Targets reach one; gradients that differ in the last bits are not turned by these."""
+    """Targets reach one; differences in the last bits do not change the weights."""
     rows = torch.ones(3, 4, dtype=torch.float64)
     method = cs.GradVac(beta=beta)
     for number in range(30):

@@ -57,11 +57,8 @@ PRIORITY = cs.ConnectionStrength()
 LAYERWISE = pytest.mark.parametrize("method", [PRIORITY, BY_LAYER], ids=repr)
 
 
-# --- methods, schedules and weightings, with the network of `Setup` ---
-
-
 class Shorter(cs.GramianMethod):
-    """A method of one's own."""
+    """A user's method."""
 
     layerwise = True
 
@@ -90,7 +87,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"weighting": cs.RandomWeights(seed=2)},
     {"weighting": cs.DynamicWeightAverage()},
     {"weighting": cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))},
-    # `max_norm` is one of gradients without the factor, which the backward pass shows.
+    # `max_norm` limits gradients without the factor, which is measured in the backward pass.
     *(
         {"method": method, "backward": backward, "scaler": scaler}
         for method in (PRIORITY, cs.NashMTL(max_norm=0.01, groups="layer"))
@@ -142,9 +139,6 @@ def test_changes_from_step_to_step(change: str, method: cs.Method) -> None:
     assert_alike(scenes(CHANGES[change]), 4, method=method)
 
 
-# --- networks ---
-
-
 def from_number(_: nn.Module, z: Tensor, task: str) -> Tensor:
     """A loss whose target is the task's number."""
     return (z - 3 * AB.index(task)).square().mean()
@@ -167,7 +161,7 @@ class Own(nn.Linear):
 
 
 class Named(nn.Linear):
-    """Reads facts of its weight, and gives arguments by name."""
+    """Reads attributes of its weight, and passes arguments by name."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.weight, nn.Parameter)
@@ -197,7 +191,7 @@ LAYERS: list[Callable[[], list[nn.Module]]] = [
 
 
 def of_layers(dims: int) -> Case:
-    """Layers with a normalization behind each."""
+    """Layers, each followed by a normalization."""
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims]
     modules = []
@@ -208,7 +202,7 @@ def of_layers(dims: int) -> Case:
 
 
 def words(p: float = 0.0, mixes: bool = False) -> Case:
-    """Embeddings, dropout, a linear layer of three dimensions, and outputs in a dictionary."""
+    """Embeddings, dropout, a linear layer on three dimensions, and outputs in a dictionary."""
 
     def run(trunk: Any, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
         tokens = inputs["tokens"]
@@ -246,7 +240,7 @@ def ordered(names: str) -> Case:
 
 
 def outputs_of_branches(*batches: str) -> Case:
-    """A task uses one output, at times a task both; other tasks may use the same ones."""
+    """Each task uses one output, and in some steps "b" uses two; tasks may share outputs."""
 
     def chosen(network: nn.Module) -> list[str]:
         return [*batches[network.number % len(batches)]]
@@ -261,7 +255,7 @@ def outputs_of_branches(*batches: str) -> Case:
 
 
 def composed(run: Callable[[Any, Tensor], Tensor], *layers: nn.Module) -> Case:
-    """With normalizations `norm` and `other`."""
+    """A trunk with normalizations `norm` and `other`."""
     named = dict(zip(("first", "second"), layers, strict=False))
     norms = {name: nn.BatchNorm1d(4) for name in ("norm", "other")}
     return Case(converted(Composed(run, **named, **norms)), vectors(), from_number)
@@ -273,7 +267,7 @@ def own_weight(of: Callable[[Tensor], Tensor]) -> Case:
 
 NETWORKS: dict[str, Callable[[], Case]] = {
     **{f"layers-{dims}": partial(of_layers, dims) for dims in range(4)},
-    # Reentrant checkpointing wants an input with a gradient; statistics are updated once.
+    # Reentrant checkpointing needs an input with a gradient; statistics are updated once.
     **{
         f"checkpointed-{reentrant}": lambda reentrant=reentrant: Case(
             checkpointed(reentrant, (trunk := small())[:3], trunk[3:]),
@@ -283,7 +277,7 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     },
     "later": lambda: composed(first_runs_later, nn.Linear(3, 4), nn.Linear(3, 4)),
     "named": lambda: composed(lambda net, x: net.norm(input=net.first(x)), Named(3, 4)),
-    "in place": lambda: Case(  # The first layer reads what is there now.
+    "in place": lambda: Case(  # The first layer reads the changed input.
         converted(nn.Sequential(nn.ReLU(inplace=True), *normed(3, 4))),
         lambda run, _: run(vectors()),
         from_number,
@@ -295,7 +289,7 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "branches of others": partial(outputs_of_branches, "ab", "bc"),
     "branches of some": partial(outputs_of_branches, "a", "b", "ca"),
 }
-# Other weights may be used in any way.
+# Weights of prioritized layers may only be used once, others in any way.
 PRIORITIZED: dict[str, Callable[[], Case]] = {
     "words": words,
     "centered weight": lambda: own_weight(lambda w: w - w.mean(1, keepdim=True)),
@@ -317,7 +311,7 @@ def test_networks_train_as_with_step(name: str, method: cs.Method) -> None:
 
 
 def test_parameters_that_another_task_reaches_in_step() -> None:
-    """They are shared from then on, also in steps where one task alone reaches them."""
+    """They are shared from then on, even in steps where only one task reaches them."""
     assert_alike(outputs_of_branches("ab"), 6, way="mixed", method=BY_LAYER)
 
 
@@ -332,7 +326,7 @@ twice = with_gradient(lambda x: 2 * x, lambda grad: 2 * grad)
 
 
 def blocks(hides: bool = False) -> Case:
-    """The second block does not always run, and may be hidden in a function."""
+    """The second block runs only in some steps, and a function may hide it."""
 
     def run(network: Any, x: Tensor) -> list[Tensor]:
         x = network.blocks[0](x).tanh()
@@ -356,14 +350,14 @@ def blocks(hides: bool = False) -> Case:
 def test_layers_that_do_not_always_run(
     method: cs.Method, hides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the graph of a step without them is the one that was searched."""
+    """It works even if the searched graph is from a step without them."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
     close = {"rtol": 1e-8, "atol": 1e-10}
     assert_alike(blocks(hides), 7, close=close, method=method)
 
 
 def test_run_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the step that checks again; a weight that is prioritized runs once."""
+    """It works even in the step that checks again; only prioritized weights must run once."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
 
     def both(run: Callable[[Tensor], Any], _: object) -> Any:
@@ -391,7 +385,7 @@ def test_dropout_draws_a_mask_per_task() -> None:
 
 
 def test_autocast() -> None:
-    """In the same types as `step`: what differs is the order of sums of bfloat16 numbers."""
+    """It has the dtypes of `step`; only the order of sums of bfloat16 numbers differs."""
     case, grads = Case(small().float(), pictures().float()), []
     for way, enabled in (("step", False), ("step", True), ("together", True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -403,9 +397,6 @@ def test_autocast() -> None:
         assert error <= 0.01 * size + 1e-6
         if one.dim() > 1:  # Autocast has an effect.
             assert (exact - one).double().norm() > 1e-4 * size
-
-
-# --- trunks that a stacked pass cannot serve ---
 
 
 def counts(net: Any, x: Tensor) -> Tensor:
@@ -443,7 +434,7 @@ TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
     "grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
 }
-# With methods by layer: behind a first layer.
+# With methods by layer, behind a first layer.
 BEHIND: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
     "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
@@ -526,9 +517,6 @@ def test_unknown_reach() -> None:
     opt.step_together(partial(losses, uses=lambda task: [0, 1]))
 
 
-# --- what the caller must not do ---
-
-
 class Weighs(cs.GradVac):
     def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
         return super().weights(gramian, step)
@@ -565,7 +553,7 @@ X = pictures()
 
 
 def plus(run: RunTrunk, term: Any, at: Any = "b") -> dict[str, Tensor]:
-    """Losses, with the square of a weight, an output of the trunk or of a layer in that of `b`."""
+    """The losses; `b`'s has the square of a weight, or of an output of the trunk or of a layer."""
     losses = squares(X)(run)
     if isinstance(term, nn.Module | dict):
         term = term[at] if isinstance(term, dict) else term(X)
@@ -578,7 +566,7 @@ def crossed(run: RunTrunk, of: Callable[[Tensor], Tensor] = lambda z: z) -> dict
 
 
 def penalized(run: RunTrunk, of: Tensor, inputs: Tensor) -> dict[str, Tensor]:
-    """It would need the layers' second derivatives."""
+    """A gradient penalty, which would need second derivatives of the layers."""
     losses = {t: z.square().mean() for t, z in run(inputs).items()}
     grads = {t: torch.autograd.grad(x, of, create_graph=True)[0] for t, x in losses.items()}
     return {t: loss + grads[t].square().sum() for t, loss in losses.items()}
@@ -592,7 +580,7 @@ def steps_back(run: RunTrunk) -> dict[str, Tensor]:
 
 FREE, INPUT = nn.Parameter(torch.ones(()).double()), pictures().requires_grad_()
 PENALTY = "as for a gradient penalty: use step"
-# `net.other` is the weight of `net[3]` as it is outside of passes, `net.outputs` are of layers.
+# `net.other` is the weight of `net[3]` outside passes; `net.outputs` are outputs of layers.
 FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "crossed": (lambda net, run: crossed(run), "that of 'b' depends on those of 'a'"),
     "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),
@@ -607,10 +595,10 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "sizes": (lambda net, run: run(X, X[:2]), r"got the sizes \[\(2,\), \(4,\)\]"),
     "no size": (lambda net, run: run(X, X.sum()), r"got the sizes \[\(\), \(4,\)\]"),
     "nothing": (lambda net, run: run(), r"got the sizes \[\]"),
-    # Before the first normalization, the tasks' batches are the same: a sum sees no difference.
+    # Before the first normalization, all tasks' batches are equal: a sum shows no difference.
     "past run 0": (lambda net, run: plus(run, net.outputs, 0), "another tensor of the trunk"),
     "past run 1": (lambda net, run: plus(run, net.outputs, 1), "another tensor of the trunk"),
-    # Torch's own sentence is about views.
+    # Torch's own message is about views.
     "in place": (
         lambda net, run: {t: z.relu_().mean() for t, z in run(X).items()},
         r"ReLU\(inplace=True\) does: use step",
@@ -664,8 +652,8 @@ def test_refuses_other_things() -> None:
         opt.step_together(lambda run: {t: z.z.mean() for t, z in run(X).items()})
 
 
-def test_a_refused_pass_notes_for_no_task_what_it_reaches() -> None:
-    """Whichever task is checked first."""
+def test_a_refused_pass_does_not_change_reach() -> None:
+    """It does not matter which task is checked first."""
     setup = Setup()
     setup.optimizer = sgd_of(setup.trunk, setup.heads["depth"])
     opt = setup.start()
@@ -690,15 +678,13 @@ def test_a_task_at_a_time_in_phase_1() -> None:
     assert "iterate over its items" in caught.value.__notes__[0]
 
 
-# --- errors and memory ---
-
-
 @pytest.mark.parametrize("method", [PRIORITY, cs.GradVac(beta=0.5, groups="layer")], ids=repr)
 @pytest.mark.parametrize("where", ["forward", "loss", "trunk"])
 def test_state_after_an_error(where: str, method: cs.Method) -> None:
-    """Weights, the method and statistics, also outside the trunk, are as before.
+    """Weights, the method and all statistics are unchanged, even outside the trunk.
 
-    So they are if a part of the updates has been made; the next step is as if nothing had failed.
+    The same holds if some updates have already been made; the next step is as if nothing had
+    failed.
     """
     breaks, states = "nothing", []
 
@@ -761,8 +747,8 @@ def test_nothing_stays_in_memory(method: cs.Method) -> None:
 
 
 @LAYERWISE
-def test_no_circles_are_left(method: cs.Method) -> None:
-    """Python frees the tensors of a step at once, and not when it next looks for circles."""
+def test_no_reference_cycles_are_left(method: cs.Method) -> None:
+    """Python frees a step's tensors at once, not in its next search for cycles."""
     opt, counts = optimizer_of(small(), method), []
     opt.step_together(squares(X))
     gc.collect()
@@ -777,7 +763,7 @@ def test_no_circles_are_left(method: cs.Method) -> None:
 
 
 def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, autograd makes the backward pass in a thread of its own."""
+    """On a GPU, autograd runs the backward pass in a thread of its own."""
     combine, requested, flush = cs.ConnectionStrength.combine, set[str | None](), LayerUpdates.flush
 
     def watched(self: cs.ConnectionStrength, *arguments: Any) -> None:
@@ -798,7 +784,7 @@ def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LAYERWISE
 def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
-    """Gradients of no more than the largest layer wait; small layers are combined in one call."""
+    """Waiting gradients never exceed the largest layer; small layers are combined in one call."""
     layers = (normed(m, n) for m, n in itertools.pairwise([3, 4, 4, 40, 40, 4, 4, 4, 4]))
     trunk = converted(nn.Sequential(*itertools.chain.from_iterable(layers)))
     alive: list[weakref.ref[Tensor]] = []

@@ -1,4 +1,4 @@
-"""What the package uses of torch beyond its documentation: each test names the file that does."""
+"""What the package uses of torch beyond its documentation; failures name the file that uses it."""
 
 import inspect
 

@@ -1,6 +1,6 @@
 """Task weights against TorchJD's on every backend: equal, or better.
 
-"Better" is by the method's own definition: `error` measures how far weights are from it.
+"Better" means closer to the method's definition, as measured by `error`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ Error = Callable[[Tensor, Tensor], float]
 
 
 def matrices(full: bool) -> list[Tensor]:
-    """Gradients, K x N: also of low rank, badly scaled, with equal rows."""
+    """Gradients, K x N, some of low rank, badly scaled, or with equal rows."""
     torch.manual_seed(0)
     result = []
     for n in range(200):
@@ -58,7 +58,7 @@ def stationary(rows: Tensor) -> bool:
 
 
 def mgda_error(rows: Tensor, weights: Tensor) -> float:
-    """The squared norm, relative to the shortest gradient's; infinite off the simplex."""
+    """The update's squared norm, relative to the shortest gradient's; infinite off the simplex."""
     if weights.min() < -1e-9 or abs(weights.sum() - 1) > 1e-9:
         return math.inf
     return float((weights @ rows).square().sum() / rows.square().sum(1).min())
@@ -99,10 +99,10 @@ def aligned_error(scale: str) -> Error:
 
 
 def nash_error(rows: Tensor, weights: Tensor) -> float:
-    """How far the products a_i (G a)_i are from equal.
+    """How much the products a_i (G a)_i differ.
 
-    Where a combination of the gradients vanishes, the bargaining has no solution: then the update
-    must be of its norm at most.
+    If a combination of the gradients vanishes, the bargaining has no solution: then the update's
+    norm must be at most 1.
     """
     if not (weights > 0).all():
         return math.inf
@@ -113,7 +113,7 @@ def nash_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
-    """How far the components along the gradients are from equal, and the weights' sum from one."""
+    """How much the components along the gradients differ, and the weights' sum from one."""
     if not weights.any():
         return 1.0
     components = (rows / rows.norm(dim=1, keepdim=True)) @ (weights @ rows)
@@ -122,10 +122,9 @@ def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def fair_error(alpha: float) -> Error:
-    """How far G w and w^(-1 / alpha) are apart, relative to the terms of G w.
+    """The difference of G w and w^(-1 / alpha), relative to the terms of G w.
 
-    Where a combination of the gradients vanishes, there is no solution: then the update must be
-    short.
+    If a combination of the gradients vanishes, there is no solution: then the update must be short.
     """
 
     def error(rows: Tensor, weights: Tensor) -> float:
@@ -142,7 +141,7 @@ def fair_error(alpha: float) -> Error:
 
 
 def config_error(rows: Tensor, weights: Tensor) -> float:
-    """The distance from the update by a pseudoinverse of the unit gradients, relative."""
+    """The relative distance from the update by a pseudoinverse of the unit gradients."""
     unit = rows / rows.norm(dim=1, keepdim=True)
     direction = torch.linalg.pinv(unit, rtol=1e-7).sum(1)
     scale = float(rows.norm(dim=1).sum())
@@ -166,7 +165,7 @@ def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
 
 
 class _OurOrders:
-    """In place of torch.randperm in TorchJD, for one task after the other.
+    """Replaces torch.randperm in TorchJD, for one task after the other.
 
     PCGrad permutes all tasks, GradVac positions among the others.
     """
@@ -182,7 +181,7 @@ class _OurOrders:
         return torch.tensor([among.index(j) for j in order], dtype=torch.int64)
 
 
-# Our method, TorchJD's for a number of tasks, and the error by the definition.
+# Our method, TorchJD's for k tasks, and the error by the definition.
 CASES: dict[str, tuple[cs.GramianMethod, Callable[[int], torch.nn.Module], Error]] = {
     "PCGrad": (cs.PCGrad(seed=5), lambda k: theirs.PCGrad(), pcgrad_error),
     "CAGrad": (cs.CAGrad(CAGRAD, rescale=0), lambda k: theirs.CAGrad(CAGRAD), cagrad_error),
@@ -201,11 +200,11 @@ for scale in ("min", "median", "rmse"):
 
 
 def _theirs(aggregator: torch.nn.Module, rows: Tensor) -> Tensor | None:
-    """TorchJD's weights; None where it raises."""
+    """TorchJD's weights, or None if it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if isinstance(aggregator, theirs.ConFIG):  # It gives the update alone.
+            if isinstance(aggregator, theirs.ConFIG):  # It gives only the update.
                 return torch.linalg.pinv(rows.T) @ aggregator(rows)
             if hasattr(aggregator, "gramian_weighting"):
                 weights: Tensor = aggregator.gramian_weighting(rows @ rows.T)
@@ -221,7 +220,7 @@ def _theirs(aggregator: torch.nn.Module, rows: Tensor) -> Tensor | None:
 def test_equal_to_torchjd_or_better(
     name: str, backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To 1e-4, or nearer to the definition, on 200 Gramians, or fewer of every kind and size."""
+    """Equal to 1e-4, or closer to the definition, on Gramians of every kind and size."""
     method, make, error = CASES[name]
     equal = 0
     sample = matrices(full)
@@ -245,10 +244,10 @@ def test_equal_to_torchjd_or_better(
 def test_gradvac_equal_to_torchjd(
     backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with the state of both, in the same orders.
+    """Three steps in the same orders, both with their states.
 
-    Equal and opposed gradients are left out: rounding decides what either side adds to them. They
-    are tested by hand.
+    Equal and opposed gradients are left out, since rounding decides what either side adds to them.
+    Tests by hand cover these.
     """
     compared = 0
     for n, rows in enumerate(matrices(full)):

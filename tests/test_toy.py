@@ -12,7 +12,7 @@ import cs_kernels as cs
 
 pytestmark = pytest.mark.docs
 
-# The recipes have a module of this name too.
+# The recipes also have a module of this name.
 _spec = importlib.util.spec_from_file_location(
     "toy_problem", Path(__file__).parent.parent / "examples" / "toy.py"
 )
@@ -41,7 +41,7 @@ def test_losses_and_gradients():
         torch.testing.assert_close(torch.from_numpy(gradients[:, i]), gradient)
 
 
-def test_steps_are_those_of_adam():
+def test_steps_equal_adams():
     points = torch.tensor(toy.STARTS, requires_grad=True)
     adam = torch.optim.Adam([points], lr=toy.RATE)
     for _ in range(toy.KEPT):
@@ -54,7 +54,7 @@ def test_steps_are_those_of_adam():
 
 
 def test_the_front():
-    """There the gradients are opposed, and at its ends one is zero; elsewhere they are not."""
+    """There, gradients are opposed or, at its ends, one is zero; elsewhere they are not."""
     front = toy.pareto_front()
     assert toy.have_reached(front).all()
     gradients = torch.from_numpy(toy.losses_and_gradients(front)[1])
@@ -66,9 +66,9 @@ def test_the_front():
 
 @pytest.mark.parametrize("steps", [toy.STEPS // 2, pytest.param(toy.STEPS, marks=pytest.mark.full)])
 def test_who_reaches_the_front_and_where(steps):
-    """As in the papers: from (9, 9), plain descent and PCGrad stop short in the valley.
+    """As in the papers, plain descent and PCGrad stop short in the valley from (9, 9).
 
-    CAGrad, the slowest, ends where the mean loss is least, Nash-MTL nearer to the middle.
+    CAGrad, the slowest, ends where the mean loss is least, Nash-MTL closer to the middle.
     """
     names = ["Sum", "PCGrad", "CAGrad", "NashMTL", "FairGrad"]
     paths = {path.name: path for path in toy.follow(names, steps)}
@@ -91,7 +91,7 @@ def test_every_method_draws_its_paths(tmp_path):
     for path in paths:
         assert path.points.shape == (2, len(toy.STARTS), 2)
         assert (path.points[0] == toy.STARTS).all()
-        # Adam's steps are of the rate's size.
+        # Adam's steps have the size of the rate.
         assert 0 < abs(path.points[1] - path.points[0]).max() < 2 * toy.KEPT * toy.RATE
     toy.draw(paths, tmp_path / "toy.svg")
     for look in ("", "-dark"):

@@ -1,6 +1,6 @@
-"""Every Triton kernel compiles for the GPUs that there are, without spilling registers.
+"""Every Triton kernel compiles for current GPUs without spilling registers.
 
-No GPU takes part: Triton brings the assembler, and its disassembler says what a kernel holds.
+No GPU is needed: Triton includes the assembler, and its disassembler lists a kernel's resources.
 """
 
 import re
@@ -70,10 +70,10 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
 
 
 class Contractions:
-    """The products that are added to another lane's number without being rounded.
+    """Counts products that are added to another lane's number without rounding.
 
-    A sum of products over lanes then differs between them, in its last bit. `branches` counts those
-    whose condition is computed from such a sum: some lanes take them, and others wait for these.
+    A sum of products over lanes may then differ between lanes in its last bit. `branches` counts
+    branches whose condition depends on such a sum: some lanes take them while others wait.
     """
 
     def __init__(self, ptx: str) -> None:
@@ -83,7 +83,7 @@ class Contractions:
             found.groups(default="") for found in map(_INSTRUCTION.match, ptx.splitlines()) if found
         ]
         before = -1
-        while len(uneven) > before:  # Loops carry numbers back.
+        while len(uneven) > before:  # Loops feed numbers back.
             before, self.number, self.branches = len(uneven), 0, 0
             for predicate, kind, written, rest in lines:
                 to, read = _REGISTER.findall(written), _REGISTER.findall(rest)
@@ -99,7 +99,7 @@ class Contractions:
 _INSTRUCTION = re.compile(r"\s*(?:@!?(%\w+)\s+)?(\w+)(?:[.\w:]*)\s+(\{[^}]*\}|[^,;\[]*)([^;]*);")
 _REGISTER = re.compile(r"%\w+")
 _SAME_BITS = {"cvt", "shl", "or", "mov"}
-"""The instructions that make a number of 64 bits from two of 32."""
+"""Instructions that make a 64-bit number from two 32-bit numbers."""
 
 
 @pytest.fixture(params=[80, 86, 89, 90, 100, 120])
@@ -108,7 +108,7 @@ def check(
 ) -> Callable[..., Contractions]:
     """Compiles a kernel for one architecture, and asserts that it spills no register.
 
-    Its shared memory is what every GPU has, and all lanes take the same branches.
+    Its shared memory must fit on every GPU, and all lanes must take the same branches.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = GPUTarget("cuda", request.param, 32)
@@ -191,13 +191,13 @@ def test_solvers(check: Callable[..., Contractions], solver: tuple[Any, ...], ta
     name, *constant = solver
     constants = {"TASKS": tasks, **dict([constant] if constant else [])}
     kernel = getattr(solvers, f"{name}_kernel")
-    # Of 64 tasks, ConFIG's spills 12 registers on two architectures, and GradVac's 6 on one.
+    # With 64 tasks, ConFIG's kernel spills 12 registers on two architectures, GradVac's 6 on one.
     found = check(kernel, constants, solver_options(tasks), most_stack=48 if tasks == 64 else 0)
     assert found.number == 0
 
 
 def test_contraction_would_be_seen(check: Callable[..., Contractions]) -> None:
-    """As every solver was compiled once: FairGrad's loop then ended in a part of a warp."""
+    """With fused multiply-adds, FairGrad's loop would end in only a part of a warp."""
     options = {**solver_options(8), "enable_fp_fusion": True}
     found = check(solvers.fair_grad_kernel, {"TASKS": 8, "SOLVES_S": False}, options, uneven=True)
     assert found.number > 0

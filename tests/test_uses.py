@@ -1,4 +1,4 @@
-"""The uses: their data and metrics against hand values, their runs, and the command."""
+"""The uses: data and metrics against hand values, runs, and the command."""
 
 import copy
 import json
@@ -59,8 +59,8 @@ def test_delta_m_by_hand():
 
 
 @pytest.mark.parametrize("name", ["few", "three"])
-def test_labels_are_those_of_the_digits_from_left_to_right(name):
-    """A digit may be where no pixel of the picture is darker than its own."""
+def test_labels_follow_the_digits_from_left_to_right(name):
+    """A digit can be wherever no pixel of the picture is darker than the digit's."""
     data, part = load_digits(), digits.PARTS[name]
     small = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     large = functional.interpolate(small, size=(digits.SIDE, digits.SIDE), mode="bilinear")
@@ -82,7 +82,7 @@ def scenes_of(count):
 
 
 def test_boxes_hold_the_digits():
-    """Every digit's pixels lie in a box of its class, and a box that none covers is filled."""
+    """Every digit's pixels lie in a box of its class, and a box without overlap is tight."""
     scenes = scenes_of(40)
     assert {len(boxes) for boxes in scenes.boxes} == {1, 2, 3}
     for mask, boxes in zip(scenes.pixels, scenes.boxes, strict=True):
@@ -106,7 +106,7 @@ def test_metrics_and_losses_of_perfect_outputs():
             sides = center[0] - left, center[1] - top, right - center[0], bottom - center[1]
             image[int(label), y, x] = 9.0
             image[CLASSES:, y, x] = (torch.tensor(sides) / 8).log()
-    assert finetune.average_precision(boxes, scenes.boxes) > 0.9  # Two centers may share a place.
+    assert finetune.average_precision(boxes, scenes.boxes) > 0.9  # Two centers may share a cell.
     assert finetune.loss_of_boxes(boxes, scenes) < 0.2
     pixels = functional.one_hot(scenes.pixels, CLASSES + 1).movedim(-1, 1).float()
     coarse = functional.avg_pool2d(pixels, STRIDE)
@@ -117,7 +117,7 @@ def test_metrics_and_losses_of_perfect_outputs():
 
 
 def test_average_precision_by_hand():
-    """Two digits: found first, then a false one, then the other, and one of them twice."""
+    """Of two digits, one is found first, then a false one, then the other."""
     boxes = [torch.tensor([[2.0, 2, 18, 18, 3], [40.0, 10, 56, 26, 7]])]
     output = torch.full((1, CLASSES + 4, 8, 16), -20.0)
 
@@ -126,10 +126,10 @@ def test_average_precision_by_hand():
         output[(0, slice(CLASSES, None), *place)] = 0.0  # 8 pixels to each side.
 
     predict(3, 5.0, (2, 2))  # Its center is at (10, 10).
-    predict(3, 4.0, (4, 2))  # IoU < 0.5 with it.
+    predict(3, 4.0, (4, 2))  # Its IoU with that digit is below 0.5.
     predict(7, 3.0, (4, 11))
     assert finetune.average_precision(output, boxes) == pytest.approx((1 + 2 / 3) / 2)
-    predict(8, 6.0, (4, 11))  # Of the wrong class.
+    predict(8, 6.0, (4, 11))  # The wrong class.
     assert finetune.average_precision(output, boxes) == pytest.approx((1 / 2 + 2 / 4) / 2)
 
 
@@ -170,7 +170,7 @@ def test_solution_has_no_losses(float64, name):
 
 
 def test_solution_of_burgers(float64):
-    """By differences away from the shock; the steepest slope is known (Basdevant et al., 1986)."""
+    """By differences away from the shock; its steepest slope is known (Basdevant et al., 1986)."""
     burgers, h = pinn.Burgers(), 1e-4
     u, (t, x) = burgers.solution, h * torch.eye(2)
     points = torch.cartesian_prod(torch.linspace(0.1, 1, 7), torch.tensor([-0.8, -0.3, 0.2, 0.6]))
@@ -197,8 +197,8 @@ def halfway(a, b):
         ("ConFIG", halfway),
     ],
 )
-def test_a_step_is_that_of_a_plain_loop(float64, method, merged):
-    """On two tasks: there PCGrad's order does not matter, and ConFIG needs no pseudoinverse."""
+def test_a_step_equals_a_plain_loop(float64, method, merged):
+    """With two tasks, PCGrad's order does not matter, and ConFIG needs no pseudoinverse."""
     problem, network = pinn.Helmholtz(), pinn.Network()
     _, opt = pinn.optimizers(network, problem, method, seed=0)
     losses = problem.losses(network)
@@ -227,7 +227,7 @@ PART = priorities.part_of("unequal", True)
 
 
 @pytest.mark.parametrize("shape", [(6, 8, 5, 4), (6, 8)])
-def test_the_tracked_variance_is_that_of_batch_normalization(shape):
+def test_the_tracked_variance_equals_batch_normalization(shape):
     tracked, plain = priorities.TrackedGroupNorm(4, 8), nn.GroupNorm(4, 8)
     batch = nn.BatchNorm2d(8) if len(shape) == 4 else nn.BatchNorm1d(8)
     for seed in range(3):
@@ -307,7 +307,7 @@ def test_comparisons_of_updates(norm):
     method = Checked(0)
     run = priorities.make_run(PART, norm, method, 0)
     run.train(digits.make_pictures(PART, 0)[0], 0)
-    assert method.last["like_random"] == pytest.approx(1)  # The same priorities were given.
+    assert method.last["like_random"] == pytest.approx(1)  # With equal priorities.
     assert method.last["removes"] == method.last["random_removes"] > 0
     assert -1 < method.last["like_pcgrad"] < 1
 
@@ -323,7 +323,7 @@ def test_group_norm_takes_the_place_of_batch_norm():
 
 
 @pytest.mark.parametrize(("use", "count"), [(finetune, 1797), (tabular, 6366)])
-def test_what_is_trained_on_is_not_tested_on(use, count):
+def test_training_and_test_data_are_disjoint(use, count):
     trained, held_out = use.split(3)
     assert sorted([*trained.tolist(), *held_out.tolist()]) == list(range(count))
     assert not torch.equal(use.split(4)[0], trained)
@@ -336,11 +336,11 @@ def test_rows_are_masked_and_scaled():
         assert train.known[task].float().mean() == pytest.approx(tabular.KEPT[task], abs=0.03)
         assert test.known[task].all()
         assert train.targets[task].isfinite().all()
-    numbers = train.inputs[:, :4]  # Scaled by the rows to train on only.
+    numbers = train.inputs[:, :4]  # Only training rows determine the scale.
     torch.testing.assert_close(numbers.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
     torch.testing.assert_close(numbers.std(0), torch.ones(4))
     assert (train.inputs[:, 4:].sum(1) == 2).all()
-    # The metrics need both classes, and counts with zeros.
+    # The metrics need both classes, and counts that include zero.
     assert train.targets["affair"].unique().tolist() == [0, 1]
     assert train.targets["kids"].min() == 0
 
@@ -373,7 +373,7 @@ def plain_loss(network, batch, task):
 
 
 @pytest.mark.parametrize("row", ["Sum", "PCGrad"])
-def test_steps_with_missing_tasks_are_those_of_a_plain_loop(float64, row):
+def test_steps_with_missing_tasks_equal_a_plain_loop(float64, row):
     """Two tasks have labels in each step, so that PCGrad's random order does not matter."""
     rows = tabular.load(1)[0][:128]
     targets = {task: values.double() for task, values in rows.targets.items()}
@@ -415,7 +415,7 @@ def test_a_batch_without_labels_makes_no_step():
     ],
 )
 def test_runs_are_reproducible(monkeypatch, use, row):
-    """Those of tabular begin with their own seed, as single tasks are trained beside other rows."""
+    """Runs of tabular set their own seed, since single tasks are trained beside other rows."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     results = []
     for seed in (0, 99 if use is tabular else 0):
@@ -429,7 +429,7 @@ def test_runs_are_reproducible(monkeypatch, use, row):
     assert all(0 <= first[task] < 10 for task in tasks)
     if use is digits:
         assert first["worst"] == min(first[task] for task in tasks)
-    if row == "few/UPGrad":  # In Phase 1 and for one task alone, there is nothing to compare.
+    if row == "few/UPGrad":  # Phase 1 and single tasks have nothing to compare.
         assert 0 <= first["conflict"] <= 1
         assert None not in first["conflicts"]
 
@@ -440,7 +440,7 @@ def test_runs_are_reproducible(monkeypatch, use, row):
     ids=lambda use: use.name,
 )
 def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
-    """With losses of unequal scale alone; the same results stand for equal losses."""
+    """Only losses of unequal scale are trained; their results also stand for equal losses."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     for module in (tabular, finetune):
         module.single_tasks.cache_clear()
@@ -461,7 +461,7 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use)
 
 
 def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
-    """Beside the use's own result, which is that of exact weights."""
+    """The use's own result, with exact weights, stands beside it."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     tabular.single_tasks.cache_clear()
     rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}
@@ -479,13 +479,13 @@ def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
 
 
 def test_a_stopped_command_resumes(tmp_path, monkeypatch):
-    """Only what is missing is trained again, with the same result."""
+    """Only missing results are trained again, and they are the same."""
     rows = ("Single-task", "Mixed", "Sum")
     monkeypatch.setattr(tabular, "USE", replace(tabular.USE, rows=rows))
     given = ["tabular", "--seeds", "0", "1", "--quick", "--jobs", "1", "--out", str(tmp_path)]
 
     def trained():
-        """The table but for its seconds, and the files with their times."""
+        """The table without its seconds, and the files with their times."""
         command.main(given)
         folder = tmp_path / "tabular" / "quick"
         text = (folder / "tabular.md").read_text()
@@ -506,7 +506,7 @@ def test_a_stopped_command_resumes(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_ends_the_command(tmp_path):
-    """What has not begun is dropped."""
+    """Runs that have not begun are dropped."""
     given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
     python = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (cs, command))
     process = subprocess.Popen(

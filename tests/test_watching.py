@@ -32,7 +32,7 @@ OTHERS = "norm normalizes other channels than its outputs"
 
 
 def opposed(y: Tensor, task: str) -> Tensor:
-    """A loss with tasks in conflict in every channel."""
+    """A loss whose tasks are in conflict in every channel."""
     return (1 if task == "a" else -2) * y.sum() + y.square().mean()
 
 
@@ -44,12 +44,9 @@ def watched_passes(opt: cs.MultiTaskOptimizer) -> int:
     return opt._engine.trunk.watcher.version
 
 
-# --- one pass ---
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_are_seen_not_named(autocast: bool) -> None:
-    """In a trace, which changes nothing."""
+    """A trace sees them, and changes nothing."""
     setup = Setup(dtype=torch.float32)
     opt, before = setup.start(), setup.state()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -81,7 +78,7 @@ def in_place(n: Composed, x: Tensor) -> Tensor:
 
 
 def after_inference(n: Composed, x: Tensor) -> Tensor:
-    """Version counters are hidden there."""
+    """Inference mode hides version counters."""
     with torch.inference_mode():
         n.norm(n.layer(x).relu_())
     return n.norm(n.layer(x).relu_())
@@ -103,7 +100,7 @@ PAIRS: list[tuple[Callable[[Any, Tensor], Tensor], nn.Module, nn.Module, Sequenc
     (lambda n, x: n.norm(n.layer(x).relu()), LINEAR, BN, (5, 3), NOTHING),
     (lambda n, x: n.norm(n.layer(x).relu_()), LINEAR, BN, (5, 3), NOTHING),
     (lambda n, x: n.norm(n.layer(x)[:, :5]), LINEAR, nn.BatchNorm1d(5), (5, 3), OTHERS),
-    # BatchNorm1d takes dimension 1, which a Linear leaves as it was: also if sizes agree.
+    # BatchNorm1d normalizes dimension 1, which a Linear does not change, even if sizes agree.
     (direct, LINEAR, nn.BatchNorm1d(5), (4, 5, 3), OTHERS),
     (direct, LINEAR, BN, (4, 8, 3), OTHERS),
     (direct, LINEAR, Doubled(16), (4, 3), "norm has other channels than its 8 outputs"),
@@ -122,7 +119,7 @@ PAIRS: list[tuple[Callable[[Any, Tensor], Tensor], nn.Module, nn.Module, Sequenc
 def test_a_normalization_takes_the_output_of_a_layer(
     run: Callable[..., Tensor], layer: nn.Module, norm: nn.Module, shape: list[int], reason: Any
 ) -> None:
-    """Or a view of it with the same channels; a step with no such layer raises, again and again."""
+    """A view with the same channels counts, too; every step without such a layer raises."""
     trunk = copy.deepcopy(Composed(run, layer=layer, norm=norm))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
     loss = loss_of(trunk, torch.randn(shape))
@@ -137,11 +134,11 @@ def test_a_normalization_takes_the_output_of_a_layer(
 
 
 def reused(n: Any, x: Tensor) -> Tensor:
-    """One layer in front of two normalizations, one normalization behind two layers."""
+    """One layer before two normalizations, and one normalization behind two layers."""
     x = n.norm_a(n.twice(x)) + n.norm_b(n.twice(x))
     x = n.common(n.left(x)) + n.common(n.right(x))
     x = n.tied(n.block(n.block(x)))
-    # The weight's output channels are dimension 1 of one of them and dimension 0 of the other.
+    # The weight's output channels are dimension 1 of one layer and dimension 0 of the other.
     return x + n.norm_c(n.down(x[:, :, None]))[:, :, 0] + n.up(x[:, :, None])[:, :, 0]
 
 
@@ -184,7 +181,7 @@ def test_a_normalization_without_scale_counts_as_one() -> None:
     assert set(priorities[0]) == {0, 1}
 
 
-def test_coverage_shows_what_is_frozen_now() -> None:
+def test_coverage_shows_frozen_parameters() -> None:
     trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
     opt.step(loss_of(trunk, torch.randn(8, 3)))
@@ -196,10 +193,7 @@ def test_coverage_shows_what_is_frozen_now() -> None:
     assert "0.weight  frozen; prioritized by 1" in str(opt.coverage())
 
 
-# --- layers that are named, or are a task's own ---
-
-
-def test_layers_of_ones_own_can_be_named() -> None:
+def test_custom_layers_can_be_named() -> None:
     own = Composed(lambda n, x: nn.functional.linear(x, n.weight) + 1)
     own.weight = nn.Parameter(torch.randn(4, 3))
     trunk = cs.nn.convert_task_batchnorm(nn.Sequential(own, nn.BatchNorm1d(4)), AB)
@@ -210,7 +204,7 @@ def test_layers_of_ones_own_can_be_named() -> None:
 
 
 def test_layers_are_never_ignored() -> None:
-    """By another name of the same module, or of another module with the same weight."""
+    """`layers` may use another name of a module, or another module with the same weight."""
     trunk, _, _ = deep()
     trunk.alias, trunk.emb = trunk[0][0], nn.Embedding(3, 4)
     opt = optimizer_of(trunk, cs.Sum(), layers={"alias": None, "emb": None})
@@ -226,7 +220,7 @@ def test_layers_are_never_ignored() -> None:
 
 
 def test_a_whole_network_of_tasks() -> None:
-    """Normalizations of heads inside the trunk: their layers are the task's own."""
+    """Heads inside the trunk have normalizations; layers of a head belong to its task."""
     blocks = {"stem": (3, 4), "head_a": (4, 4), "head_b": (4, 4)}
     trunk = nn.ModuleDict(
         {n: nn.Sequential(nn.Linear(*of), nn.BatchNorm1d(4)) for n, of in blocks.items()}
@@ -239,9 +233,6 @@ def test_a_whole_network_of_tasks() -> None:
     assert coverage.own["head_a.0.weight"] == "a"
     assert list(opt.priority()) == ["stem.0"]
     assert str(coverage).startswith("1 of 2 shared parameters are prioritized, 75.0 % of 16")
-
-
-# --- first runs ---
 
 
 class Deep(nn.Sequential):
@@ -266,7 +257,7 @@ def deep(
 @BOTH_PHASES
 @pytest.mark.filterwarnings("ignore:the gradient of")
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
-    """It is prioritized in that very step, as in a run that was told of it, and in a copy."""
+    """It is prioritized in the same step, as if `layers` had named it, even in a copy."""
     trunk, opt, _ = deep(schedule=schedule)
     told, layers = copy.deepcopy(trunk), {f"{n}.0": f"{n}.1" for n in range(3)}
     runs, x = [(trunk, opt)], torch.randn(16, 4)
@@ -288,7 +279,7 @@ def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
 
 @BOTH_PHASES
 def test_a_layer_of_one_task(schedule: cs.Schedule) -> None:
-    """It runs in the second task's pass, or the first has no prioritized layer."""
+    """It runs only in the second task's pass; then, the first task has no prioritized layer."""
     trunk, opt, loss = deep(schedule=schedule)
 
     def deeper(task: str) -> Tensor:
@@ -317,7 +308,7 @@ def test_a_first_run_in_a_pass_that_fails() -> None:
     assert "1.0.weight" in opt.coverage().prioritized
 
 
-def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
+def test_a_first_run_outside_a_step_changes_nothing() -> None:
     """Validation, also in inference mode and of copies, neither adds pairs nor sets hooks."""
     trunk, opt, loss = deep()
     opt.step(loss)
@@ -333,8 +324,8 @@ def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
         assert opt.coverage().prioritized == {"0.0.weight": "0.1"}
 
 
-def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
-    """No hook stays, neither in the torch optimizer nor in layers that have not run."""
+def test_a_deleted_optimizer_leaves_no_hooks() -> None:
+    """Neither the torch optimizer nor layers that have not run keep one."""
     model, loss, *_ = problem()
     sgd = sgd_of(model)
     hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)
@@ -348,8 +339,6 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
     assert hooks == (len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks))
 
 
-# --- networks that change ---
-
 ORDERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": lambda n, x: n.one(n.first(x)) + n.other(n.second(x)),
     "exchanged": lambda n, x: n.other(n.first(x)) + n.one(n.second(x)),
@@ -362,7 +351,7 @@ ORDERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def changing(order: str = "plain") -> tuple[Composed, Tensor]:
-    """Two layers, and normalizations of which two have opposed priorities."""
+    """Two layers and three normalizations, two of which have opposed priorities."""
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
     norms = {name: nn.BatchNorm1d(4) for name in ("one", "other", "third")}
     trunk = cs.nn.convert_task_batchnorm(Composed(ORDERS[order], **layers, **norms), AB)
@@ -394,7 +383,7 @@ def assert_as_new(
 @pytest.mark.parametrize("by_attribute", [False, True])
 @pytest.mark.parametrize("call", ["step", "trace"])
 def test_a_normalization_that_is_exchanged(by_attribute: bool, call: str) -> None:
-    """Its own scale and variance give the priority from the next step on, or from a trace."""
+    """Its scale and variance give the priority from the next step on, or from a trace."""
     trunk, x = changing("a row")
     opt = optimizer_of(trunk)
     opt.step(loss_of(trunk, x))
@@ -418,7 +407,7 @@ def test_a_normalization_that_is_exchanged(by_attribute: bool, call: str) -> Non
     ],
 )
 def test_normalizations_that_have_run_before_in_other_places(order: str, together: bool) -> None:
-    """And back; where one pass is for all tasks, the next one sees it."""
+    """They also change back. If one pass serves all tasks, the next step sees the change."""
     trunk, x = changing()
     opt = optimizer_of(trunk)
 
@@ -432,13 +421,13 @@ def test_normalizations_that_have_run_before_in_other_places(order: str, togethe
     for number, trunk.run in enumerate(ORDERS[name] for name in orders):
         assert_as_new(opt, trunk, step, compares=not together or number % 2 == 1)
     watched = watched_passes(opt)
-    for _ in range(3):  # What was seen goes on to hold.
+    for _ in range(3):  # Pairs stay valid without watching.
         step(opt, trunk)
     assert watched_passes(opt) == watched
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
-    """It is not watched for ever, if nothing new is seen; but a layer that first runs still is."""
+    """Watching ends if it finds nothing new; but a layer that first runs later is still seen."""
     trunk, opt, loss = deep(4, lr=1e-3)
     trunk[3].requires_grad_(False)  # No gradient shows its first run.
     for step in range(40):
@@ -454,7 +443,7 @@ def test_a_network_that_is_different_in_each_pass() -> None:
 
 
 def test_normalizations_that_take_turns() -> None:
-    """A layer has no priority if they change from step to step, and the report says why."""
+    """If they change from step to step, a layer has no priority, and the report says why."""
     trunk, x = changing()
     opt = optimizer_of(trunk, cs.Sum())
     for step in range(9):
@@ -464,7 +453,7 @@ def test_normalizations_that_take_turns() -> None:
 
 
 def test_a_normalization_that_is_exchanged_in_the_last_pass_of_a_step() -> None:
-    """It is seen in the next step. Layers that do not run in it keep what was seen before."""
+    """The next step sees it. Layers that do not run in that step keep their pairs."""
     trunk, x = changing("a row")
     opt, loss = optimizer_of(trunk), loss_of(trunk, x)
     opt.step(loss)

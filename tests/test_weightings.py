@@ -1,4 +1,4 @@
-"""Weightings: against their definitions, written out in torch, and what all of them keep."""
+"""Weightings against their definitions in torch, and properties that all of them share."""
 
 import copy
 import inspect
@@ -51,7 +51,7 @@ def step_of(losses: Numbers, number: int = 0, **facts: Any) -> cs.Step:
 
 
 def steps_of(labels: str = "all") -> list[cs.Step]:
-    """Four epochs with random losses before and after; some have one Gramian, two, or none."""
+    """Four epochs with random losses before and after; steps have one Gramian, two, or none."""
     draw = partial(torch.rand, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     steps = []
     for number in range(4 * PER_EPOCH):
@@ -87,11 +87,8 @@ def weights_of(
     return history
 
 
-# --- definitions ---
-
-
 class Tchebycheff:
-    """K mu log sum exp(log(L / n) / mu), after sum log L."""
+    """K mu log sum exp(log(L / n) / mu), and sum log L in the warm-up."""
 
     mu, warmup = 0.3, 1
 
@@ -110,7 +107,7 @@ class Tchebycheff:
         return dict(zip(losses, torch.autograd.grad(loss, vector)[0].unbind(), strict=True))
 
     def _nadir(self, task: str, epoch: int) -> Tensor | None:
-        """The mean in the first epoch from the warm-up's last on that has ended."""
+        """The mean loss in the first complete epoch that has one, from the warm-up's last on."""
         for past in range(self.warmup, epoch):
             if losses := [x[task] for x in self.seen.get(past, []) if task in x]:
                 return torch.stack(losses).mean()
@@ -121,7 +118,7 @@ class Tchebycheff:
 
 
 class Famo:
-    """Logits in a torch.optim.Adam, with gradients from autograd; z / D as that of log D."""
+    """torch.optim.Adam on logits, with gradients from autograd; z / D is the gradient of log D."""
 
     def __init__(self, known: str, reevaluates: bool = False) -> None:
         self.reevaluates, self.at_once = reevaluates, known == "all" and not reevaluates
@@ -142,7 +139,7 @@ class Famo:
             self.adam.step()
 
     def weights(self, losses: Numbers, epoch: int) -> Numbers:
-        if self.at_once:  # As the authors' toy loop: before weighting.
+        if self.at_once:  # Like the authors' toy loop, it learns before weighting.
             self._learn(self.last, losses)
         gaps = torch.stack([self._gap(t, x) for t, x in losses.items()]).requires_grad_()
         z = torch.softmax(torch.stack([self.logits[t].detach() for t in losses]), 0)
@@ -217,8 +214,6 @@ def test_definitions(name: str, known: str, labels: str) -> None:
     assert max(max(w.values()) / min(w.values()) for w in history) > 1.05
 
 
-# --- every weighting ---
-
 WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
     "RandomWeights": partial(cs.RandomWeights, 3),
     "DynamicWeightAverage": cs.DynamicWeightAverage,
@@ -232,7 +227,7 @@ STATEFUL = pytest.mark.parametrize("name", [*WEIGHTINGS][2:])
 
 
 def converted(steps: list[cs.Step], change: Callable[[Tensor], Tensor]) -> list[cs.Step]:
-    """Steps with other losses."""
+    """Changes the losses of the steps."""
     for step in steps:
         step.losses = {task: change(loss) for task, loss in step.losses.items()}
         step.losses_after = {task: change(loss) for task, loss in step.losses_after.items()}
@@ -255,7 +250,7 @@ def test_the_order_of_the_tasks(name: str, labels: str) -> None:
 @EVERY
 @pytest.mark.parametrize("first", [4, 5, 7])
 def test_a_resumed_run(name: str, first: int) -> None:
-    """Bit by bit, also from the middle of the epoch of the nadirs."""
+    """It is bit-equal, even from the middle of the epoch that sets the nadirs."""
     weighting, resumed = WEIGHTINGS[name](), WEIGHTINGS[name]()
     weights_of(weighting, steps_of()[:first], "own")
     weights_of(resumed, steps_of("some"))
@@ -270,7 +265,7 @@ def test_a_resumed_run(name: str, first: int) -> None:
 
 @STATEFUL
 def test_nothing_is_read_on_the_host(name: str) -> None:
-    """What a CUDA graph reads is updated in place."""
+    """Tensors that a CUDA graph reads are updated in place."""
     weighting = WEIGHTINGS[name]()
     weights_of(weighting, steps_of()[:2])
     with Reads() as reads:
@@ -300,7 +295,7 @@ def test_a_state_from_another_device(name: str) -> None:
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    """The product has one rounding; the state is kept in float64."""
+    """Products round only once; the state is in float64."""
     weighting = WEIGHTINGS[name]()
     for step in converted(steps_of(), lambda loss: loss.to(dtype)):
         step.known = step.losses
@@ -319,7 +314,7 @@ def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
 @EVERY
 @pytest.mark.parametrize("known", ["all", "own"])
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
-def test_a_loss_that_is_not_finite(name: str, known: str, wrong: float) -> None:
+def test_a_non_finite_loss(name: str, known: str, wrong: float) -> None:
     """It spoils neither the weights of other tasks nor the state, not even in the first step."""
     weighting = WEIGHTINGS[name]()
     steps = steps_of()
@@ -339,7 +334,7 @@ def test_a_loss_that_is_not_finite(name: str, known: str, wrong: float) -> None:
 def test_micro_batches_and_a_scaler_change_nothing(
     kind: type[cs.Weighting], schedule: cs.Schedule
 ) -> None:
-    """Draws and Gramians are those of the whole batch, and log sigma is added once."""
+    """Draws and Gramians belong to the whole batch, and log sigma is added once."""
     states = []
     for way in ("plain", "parts", "scaled", *["backward"] * isinstance(schedule, cs.Joint)):
         weighting = kind(*([KINDS] if kind is cs.UncertaintyWeights else []))
@@ -362,15 +357,12 @@ def test_micro_batches_and_a_scaler_change_nothing(
 
 
 def test_representations() -> None:
-    """They are compared between ranks, and with those of captured steps."""
+    """Ranks and captured steps compare weightings by them."""
     for make in WEIGHTINGS.values():
         kind = type(make())
         shown = repr(cs.FAMO(minima={"a": 1.0}) if kind is cs.FAMO else make())
         assert shown.startswith(kind.__name__)
         assert all(f"{name}=" in shown for name in inspect.signature(kind).parameters)
-
-
-# --- single weightings ---
 
 
 @BOTH_PHASES
@@ -391,7 +383,7 @@ def test_uncertainty_weights(schedule: cs.Schedule) -> None:
 
 
 def test_uncertainty_weights_of_a_loss_in_bfloat16() -> None:
-    """The learned weights stay in float32; the loss goes its own way."""
+    """The learned weights stay in float32, and the loss in bfloat16."""
     weighting = cs.UncertaintyWeights({"a": "regression"})
     x = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
     (weighting.weigh("a", x * 2, cs.Step()) + weighting.regularizer("a")).backward()
@@ -437,7 +429,7 @@ def test_random_weights_depend_on_seed_step_and_names() -> None:
     weightings = [cs.RandomWeights(0), cs.RandomWeights(1)]
 
     def ratio(tasks: str, seed: int = 0, number: int = 7) -> float:
-        """The ratio of the weights of the two tasks that are the first by their names."""
+        """The ratio of the weights of the first two tasks by name."""
         step = cs.Step(number, tuple(tasks.split()))
         first, second, *_ = (weightings[seed].weigh(t, ONE, step) for t in sorted(step.tasks))
         return (first / second).item()
@@ -448,9 +440,9 @@ def test_random_weights_depend_on_seed_step_and_names() -> None:
 
 
 def test_weights_of_small_and_negative_losses() -> None:
-    """The weight of 1e-6 has no float16, its product has; that of zero is finite.
+    """The weight for 1e-6 overflows float16, the product does not; the weight for 0 is finite.
 
-    A negative loss has no logarithm: its weight is NaN, at any time.
+    A loss below its minimum, by default 0, has no logarithm: its weight is NaN.
     """
     weighting = cs.SmoothTchebycheff()
     weighting.start_epoch(0)
@@ -468,9 +460,9 @@ def test_weights_of_small_and_negative_losses() -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, -10.0])
 def test_nadirs_of_tchebycheff(wrong: float) -> None:
-    """A task counts with L = n until an epoch from the warm-up's last on gives a positive one.
+    """The first positive mean, from the warm-up's last epoch on, is the nadir; until then, L = n.
 
-    Going back into the warm-up forgets them.
+    A return to the warm-up forgets it.
     """
     weighting = cs.SmoothTchebycheff(warmup=1)
     for epoch, losses, expected in (
@@ -492,8 +484,8 @@ def test_nadirs_of_tchebycheff(wrong: float) -> None:
         weighting.observe(step)
 
 
-def test_famo_leaves_out_losses_that_are_not_finite() -> None:
-    """Other logits learn as if the task had taken no part; its last loss takes its place."""
+def test_famo_skips_non_finite_losses() -> None:
+    """Other logits learn as if the task had been absent; its last finite loss is used instead."""
     results = []
     for bad in (True, False):
         weighting = cs.FAMO()
@@ -519,7 +511,7 @@ def learned(
 
 
 def test_gradnorm_weights_stay_positive() -> None:
-    """A task whose gradient should be far smaller than it is: Adam would go below zero."""
+    """A gradient should be far smaller than it is; Adam alone would make its weight negative."""
     weighting = cs.GradNorm(alpha=3.0, lr=0.5)
     weights, least = [1.0, 1.0], []
     for number in range(30):
@@ -531,7 +523,7 @@ def test_gradnorm_weights_stay_positive() -> None:
 
 
 def test_gradnorm_learns_from_positive_losses() -> None:
-    """Neither before a task has had one, say without labels, nor in steps with a negative one."""
+    """It learns neither before a task's first positive loss nor in steps with a negative loss."""
     for first in (0.0, -1.0):
         weighting = cs.GradNorm()
         assert learned(weighting, {"a": first, "b": 2.0}, [4.0, 1.0]) == [1.0, 1.0]
@@ -545,11 +537,8 @@ def test_gradnorm_learns_from_positive_losses() -> None:
     assert states[1] == states[2] != states[3] != states[0] != states[1]
 
 
-# --- what a step tells of its losses ---
-
-
 class Noting(cs.Weighting):
-    """Notes the tasks of the known losses."""
+    """Records which tasks' losses are known."""
 
     def __init__(self) -> None:
         self.known: list[set[str]] = []
@@ -562,7 +551,7 @@ class Noting(cs.Weighting):
 
 
 def test_known_losses() -> None:
-    """Those of the task in `step`, all in one pass for all; none with micro-batches."""
+    """`step` knows one task's loss, one pass for all knows all, and micro-batches know none."""
     model, loss, opt = started_problem(cs.Sum(), weighting=Noting())
     for call, expected in (
         (lambda: opt.step(loss), [{"a"}, {"b"}]),
@@ -593,10 +582,10 @@ def test_first_micro_batches_of_backward_weigh_each_task_by_its_own_loss() -> No
 
 @BOTH_PHASES
 def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
-    """On the batch of the step, in the order of the call; all else is as without it.
+    """They use the step's batch, in the order of the call, and change nothing else.
 
-    Random numbers, as of dropout, are those of the passes; statistics of modules that first run in
-    a later step are of the training passes alone.
+    Random numbers, such as dropout's, repeat those of the passes. Statistics of modules that first
+    run in a later step come only from training passes.
     """
     order, states, after, again = TASKS[::-1], [], {}, {}
     for reevaluate in (True, False):
@@ -626,7 +615,7 @@ def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
 
 
 def test_a_closure_that_fails_after_the_step() -> None:
-    """The step has been made and counts; buffers are as after it, and the next step works."""
+    """The step counts, buffers keep its changes, and the next step works."""
     (setup, opt), (other, reference) = (started(cs.PCGrad(), weighting=cs.FAMO()) for _ in "ab")
     calls = []
 
@@ -649,7 +638,7 @@ def test_a_closure_that_fails_after_the_step() -> None:
 
 
 def test_a_step_that_fails_teaches_nothing() -> None:
-    """FAMO weighs by logits that have learned from the step, and keeps them when it succeeds."""
+    """FAMO's logits learn before the step, and are kept only if it succeeds."""
     results = []
     for fails in (False, True):
         model, loss, opt = started_problem(weighting=cs.FAMO(reevaluate=False), method=cs.Sum())
@@ -666,7 +655,7 @@ def test_a_step_that_fails_teaches_nothing() -> None:
 
 
 def test_autocast_around_a_step() -> None:
-    """Its cache does not keep the weights of the losses after the step."""
+    """Autocast's cache keeps no weights from the losses that are computed after the step."""
     model = problem()[0].float()
     opt, x = optimizer_of(model, cs.PCGrad(), weighting=cs.FAMO()), torch.ones(3, 5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -687,10 +676,7 @@ def test_losses_cannot_be_computed_again() -> None:
         message = rf"not compute losses again {where}.*FAMO\(.*use FAMO\(reevaluate=False"
         with refused(opt.weighting.state_dict, ValueError, message):
             call(given)
-    losses["a"].backward()  # The graph is whole.
-
-
-# --- many ranks ---
+    losses["a"].backward()  # The graph is complete.
 
 
 @pytest.mark.ranks
@@ -706,7 +692,7 @@ def test_losses_cannot_be_computed_again_on_ranks(rank: int) -> None:
 @pytest.mark.parametrize("name", ["RandomWeights", "SmoothTchebycheff", "FAMO", "GradNorm"])
 @on_ranks(2, alone={"kind": "alone"}, rtol=1e-4)
 def test_ranks_weigh_as_one_process(rank: int, kind: str, name: str) -> list[Any]:
-    """Alone, two micro-batches; all have losses before the first step."""
+    """A single process has two micro-batches; all tasks have losses before the first step."""
     network, weighting = Network(kind, rank, 2), WEIGHTINGS[name]()
     schedule = both_phases() if name != "GradNorm" else None
     opt, losses = network.start(cs.Sum(separate=True), schedule, weighting=weighting), []
@@ -718,9 +704,6 @@ def test_ranks_weigh_as_one_process(rank: int, kind: str, name: str) -> list[Any
         loss = partial(network.loss, step)
         losses.append(opt.step([lambda t, s=s, f=loss: f(t, s) / len(halves) for s in halves]))
     return [network.state(), losses, weighting.state_dict()]
-
-
-# --- errors ---
 
 
 def step_with(weighting: cs.Weighting) -> None:

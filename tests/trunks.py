@@ -1,4 +1,4 @@
-"""Real networks as trunks, and the update of each by a plain loop in float64.
+"""Real networks as trunks, and their updates by a plain loop in float64.
 
 `python tests/trunks.py` prints the table of docs/trunks.md.
 """
@@ -22,13 +22,13 @@ TASKS = ["depth", "edges"]
 
 @dataclass(frozen=True)
 class Case:
-    """A network, and what is known of it."""
+    """A network, and the expected numbers of its layers."""
 
     name: str
     layers: int
     """Weights of convolutions and linear layers."""
     prioritized: int
-    """The weights whose layer's output goes straight into a batch normalization."""
+    """Weights whose layer's output goes straight into a batch normalization."""
     options: dict[str, Any] = field(default_factory=lambda: {"num_classes": 0})
     size: int = 64
     """Height and width of the pictures."""
@@ -65,7 +65,7 @@ CASES = {
 
 
 class Setup:
-    """A trunk in float64, and a loss per task whose gradients are in conflict here and there."""
+    """A trunk in float64, and a loss per task; gradients conflict in some layers."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -77,11 +77,10 @@ class Setup:
         self.x = torch.randn(2, 3, case.size, case.size).double()
 
     def loss(self, task: str) -> Tensor:
-        """`loss_of` the trunk's output."""
         return self.loss_of(self.trunk(self.x), task)
 
     def loss_of(self, output: object, task: str) -> Tensor:
-        """The mean of the outputs, times random numbers that lean against the first task's."""
+        """The mean of the outputs times random numbers, which are opposed to the first task's."""
         maps = [*output.values()] if isinstance(output, dict) else output
         total = torch.zeros((), dtype=torch.float64)
         for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):
@@ -98,9 +97,9 @@ class Setup:
 def plain_updates(
     setup: Setup, prioritized: dict[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Updates and sums of gradients by name of the shared parameter.
+    """Updates and sums of gradients, by the names of shared parameters.
 
-    Nothing of the package but TaskBatchNorm itself computes them.
+    Only TaskBatchNorm is from the package.
     """
     shared, grads = shared_parameters(setup.trunk), {}
     for task in TASKS:
@@ -124,11 +123,9 @@ def plain_updates(
 
 
 def compared(ours: Setup, theirs: Setup, coverage: cs.Coverage) -> tuple[float, int]:
-    """The updates in a trunk after a step, with those of another as it was before the step.
+    """Compares a trunk's updates after a step with plain updates of a copy from before the step.
 
-    Returns:
-        The largest error, relative to the tensor, and how many tensors are in conflict.
-
+    Returns the largest error, relative to the tensor, and how many tensors are in conflict.
     """
     expected, sums = plain_updates(theirs, coverage.prioritized)
     error, conflicts = 0.0, 0
