@@ -142,7 +142,9 @@ def _bad_calls(rank: int) -> None:
     with pytest.raises(ValueError, match="must be sharded by fully_shard alone"):
         cs.GradientBalancer(split.parameters(), TASKS)
     mixed = [*network.parameters(), nn.Parameter(torch.ones(3))]
-    with pytest.raises(ValueError, match="must all be sharded on one mesh, or none"):
+    with pytest.raises(
+        ValueError, match="must all be sharded on the same mesh, or all be whole, got"
+    ):
         cs.GradientBalancer(mixed, TASKS)
 
 

@@ -256,7 +256,7 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         ),
         (
             lambda: built(trunk := nn.Linear(5, 6), torch.optim.LBFGS(trunk.parameters())),
-            r"hand over SGD\(lr=0\)",
+            r"pass SGD\(lr=0\)",
         ),
         (
             lambda: cs.nn.convert_task_batchnorm(nn.Sequential(Fused()), AB),

@@ -104,9 +104,9 @@ def test_a_failed_step_leaves_every_state(name: str) -> None:
 NAN, MISSING = torch.full((3,), torch.nan), object()
 KEPT, METHOD, WEIGHTING = ("kept", 0), ("method", 1), ("weighting", 1)
 WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
-    ("kept", (*KEPT, "weights"), NAN, "finite weights of shape"),
+    ("kept", (*KEPT, "weights"), NAN, "finite task weights of shape"),
     ("kept", (*KEPT, "weights"), torch.ones(1), "of shape"),
-    ("kept", (*KEPT, "tasks"), ("x",), "tasks among"),
+    ("kept", (*KEPT, "tasks"), ("x",), "task weights for tasks of"),
     ("kept", (*KEPT, "number"), -1, "number"),
     ("GradVac", (*METHOD, "targets"), NAN, "finite targets of shape"),
     ("GradVac", (*METHOD, "tasks"), ("x", "y", "z"), "among"),
@@ -115,7 +115,7 @@ WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
     ("FAMO", (*WEIGHTING, "last", "a"), MISSING, "same tasks"),
     ("FAMO", (*WEIGHTING, "logits", "a"), torch.zeros(3), "of shape"),
     ("GradNorm", (*WEIGHTING, "first"), {}, "same tasks"),
-    ("SmoothTchebycheff", (*WEIGHTING, "nadirs", "z"), torch.zeros(()), "tasks among"),
+    ("SmoothTchebycheff", (*WEIGHTING, "nadirs", "z"), torch.zeros(()), "must map tasks of"),
     ("SmoothTchebycheff", (*WEIGHTING, "epoch"), 1.5, "epoch"),
     ("DynamicWeightAverage", (*WEIGHTING, "means"), {"a": [float("nan")]}, "finite means"),
     ("UncertaintyWeights", (*WEIGHTING, "a"), MISSING, "same tasks"),

@@ -68,7 +68,9 @@ def checked_parameters(
             )
         name, p = entry if isinstance(entry, tuple) else (str(n), entry)
         if not isinstance(p, nn.Parameter):
-            raise TypeError(f"parameters must be parameters, got {type(p).__name__} for {name}")
+            raise TypeError(
+                f"parameters must be torch.nn.Parameter, got {type(p).__name__} for {name!r}"
+            )
         found.setdefault(p, name)
     if not found:
         raise ValueError("parameters must have at least one parameter, got none")
@@ -87,7 +89,10 @@ def groups_of(
         if group is not None:
             raise ValueError(f"process_group must be None after fully_shard, got {group!r}")
         if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
-            raise ValueError("parameters must all be sharded on one mesh, or none of them")
+            raise ValueError(
+                "parameters must all be sharded on the same mesh, or all be whole, got"
+                f" {len(meshes)} sharded of {len(parameters)}"
+            )
         return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -103,6 +108,7 @@ def check_agreement(groups: Sequence[Any], facts: object) -> None:
         for rank, others in enumerate(found):
             if others != found[0]:
                 raise ValueError(
-                    "all ranks must have the same tasks, method, every, sketch, seed and shapes of"
-                    f" parameters, got {found[0]} on rank 0 and {others} on rank {rank} of a group"
+                    "all ranks must have the same tasks, method, every=, sketch=, seed= and"
+                    f" parameter shapes, but rank 0 of a group has {found[0]} and rank {rank} has"
+                    f" {others}"
                 )

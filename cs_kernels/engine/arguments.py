@@ -50,7 +50,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
         if isinstance(norm, torch.jit.ScriptModule):
             raise ValueError(
                 "trunk must have no traced or scripted module, whose buffers a failed step cannot"
-                f" restore, got {name or 'it'}: use the module that torch.jit was given"
+                f" restore, got {name or 'trunk itself'}: pass the module from before torch.jit"
             )
         if isinstance(norm, TaskBatchNorm):
             for task in tasks:
@@ -122,7 +122,7 @@ def check_held(
     held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
-    """Raises unless a shared parameter requires gradients and the optimizer holds all that do."""
+    """Raises if nothing shared trains, or the optimizer lacks a parameter that trains."""
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"

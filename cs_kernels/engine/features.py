@@ -30,10 +30,10 @@ _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
 
 
 class FeatureGradients(TaskGradients):
-    """K rows of gradients, a tensor or None for every feature, for this rank's samples.
+    """Gradients with respect to features, for this rank's samples: one row per task.
 
-    Unlike a parameter, a feature that only one loss reaches is not that task's own: it depends on
-    shared parameters.
+    A feature that only one loss reaches is not that task's own, unlike such a parameter: its
+    gradient still reaches shared parameters.
     """
 
     def __init__(self, features: Sequence[Tensor], tasks: Sequence[str], ranks: Ranks) -> None:
@@ -217,7 +217,8 @@ class Features:
                 )
             # A `torch.autograd.Function`, such as reentrant checkpointing, can hide parameters.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
-            joins = not nodes.isdisjoint(reached.nodes)  # The graph of an earlier feature.
+            # Whether it shares nodes with the graph of an earlier feature.
+            joins = not nodes.isdisjoint(reached.nodes)
             if not (hidden or joins) and self._shared.keys().isdisjoint(reached.leaves):
                 raise _without_trunk(i, self._features[i])
             nodes |= reached.nodes | {node}
@@ -228,8 +229,8 @@ class Features:
         reached = walk([edge_of(loss)], self._edges.keys())
         if not reached.features:
             raise ValueError(
-                f"a loss must depend on features, but that of {task!r} depends on none: were they"
-                " computed in the forward pass of the losses?"
+                f"a loss must depend on features, but the loss of {task!r} depends on none: were"
+                " they computed in the forward pass of the losses?"
             )
         past = reached.nodes & self._trunk
         if past:
@@ -293,8 +294,8 @@ class Features:
                 )[: self.number]
             if all(grad is None for grad in grads):
                 raise ValueError(
-                    f"a loss must have a gradient with respect to features, but that of {task!r}"
-                    " has none"
+                    "a loss must have a gradient with respect to features, but the loss of"
+                    f" {task!r} has none"
                 )
             self.gradients.put_features(task, grads)
 

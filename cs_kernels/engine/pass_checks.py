@@ -128,7 +128,7 @@ class PassChecks:
         written = [*rebound, *(name for name in differing if name in attributes)]
         if written:
             raise RuntimeError(
-                "a backward pass must leave gradients in .grad, but that of"
+                "a backward pass must leave gradients in .grad, but the pass of"
                 f" {new[0]!r} has changed {written[0]} and {len(written) - 1} others, where a"
                 " function or a hook may add gradients up, which the method would not see: let the"
                 f" function return them{_OFF}"

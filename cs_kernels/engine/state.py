@@ -13,8 +13,8 @@ from cs_kernels.weightings import Weighting
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """Implements `MultiTaskOptimizer.state_dict`."""
-    # Distributed checkpoints store a tuple whole, but a dictionary entry by entry, and load it only
-    # into a dictionary with the same entries.
+    # Distributed checkpoints split a dictionary into its entries and load it only into one with the
+    # same entries; they keep a tuple whole.
     state = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,
@@ -39,7 +39,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     except Exception as error:
         _load(engine, before)
         raise ValueError(
-            f"state must be a whole state_dict, but loading raised {error!r}"
+            f"state must be a complete state_dict with valid values, but loading raised {error!r}"
         ) from error
     # The loaded state may not know all parameters that earlier graphs have shown: check them again.
     engine.graph.forget()

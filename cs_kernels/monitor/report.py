@@ -106,10 +106,10 @@ class Report:
 
     @cached_property
     def conflicts(self) -> Tensor | None:
-        """Entry [i, j]: whether task j's gradient is in conflict with task i's, bool.
+        """Bool; entry [i, j] tells whether task j's gradient conflicts with task i's.
 
-        `ConnectionStrength`: over the channel group CG_i of each layer, where conflicts lead to
-        projections, [L, K, K]. Gramian methods: where `gramian` is negative, of the same shape.
+        `ConnectionStrength`: [L, K, K], over the channel group CG_i of each layer, because only
+        conflicts there cause projections. Gramian methods: `gramian < 0`.
         """
         if self.products is not None:
             return (self.products < 0) & (self._reference_energies > 0)

@@ -400,7 +400,7 @@ class Distributed(Ranks):
         return [(found[kind], self._weight_of(kind[0], tasks)) for kind in found]
 
     def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
-        """The weight of this rank's statistics for a task, or for all tasks together."""
+        """The rank's weight in the mean statistics of a task, or of all tasks if None."""
         if task is not None:
             return self.weight(task)
         with_labels = {rank for t in tasks for rank in self.facts.ranks_of[t]}

@@ -34,9 +34,9 @@ class _SeesWrapper(LocalHook):
 class Wrappers:
     """The DistributedDataParallel modules around a network or parts of it.
 
-    They do not reduce a second backward pass through one forward pass, and surgery before the
-    reduction would be a different algorithm. Their reductions and broadcasts are therefore switched
-    off until the last `Wrappers` object that holds them is gone.
+    They average gradients only in the first backward pass after a forward pass, and surgery on each
+    rank's own gradients before averaging would be another algorithm. Their averaging and broadcasts
+    are therefore switched off until the last `Wrappers` object that holds them is gone.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Wrappers:
         if self._ranks == []:
             raise ValueError(
                 "process_group must be that of the DistributedDataParallel around trunk, got None:"
-                " hand over the wrapped network as trunk, or give"
+                " pass the wrapped network as trunk, or give"
                 " process_group=torch.distributed.group.WORLD"
             )
         ranks = dist.get_process_group_ranks(module.process_group)
@@ -95,7 +95,7 @@ class Wrappers:
             self._check_ranks(module)
             self._found.append(module)
             _switched_off[module] = _switched_off.get(module, 0) + 1
-        self.switch_off()  # Leaving `no_sync` may have switched others on again.
+        self.switch_off()  # Leaving `no_sync` may have switched other wrappers on.
 
     def switch_off(self) -> None:
         """Switches off all reductions again; a framework such as Lightning may switch them on."""

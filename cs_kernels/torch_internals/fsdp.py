@@ -111,7 +111,7 @@ def all_sharded_modules() -> list[nn.Module]:
 
 
 def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules that have sharded some parameters; slow, since it searches the whole process."""
+    """The modules whose `fully_shard` holds any of the parameters; searches the whole process."""
     wanted = {p for p in parameters if is_sharded(p)}
     return [
         module

@@ -73,7 +73,7 @@ class DynamicWeightAverage(Weighting):
             total.zero_()
         if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
             rates = {task: last / before for task, (before, last) in self._means.items()}
-            # Rates are relative to the largest one, so that no exponential overflows.
+            # The largest rate is subtracted, so that no exponential overflows.
             top = max(rates.values())
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
             norm = sum(shares.values())

@@ -114,7 +114,7 @@ class TaskWeight(Tensor):
 def _runs_as_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
 ) -> bool:
-    """Whether a layer runs as `_TaskLayer`; otherwise it runs unchanged, which is recorded."""
+    """Whether a layer runs as `_TaskLayer`; the stack records it, or why it does not."""
     stand_ins = [tensor for tensor in (weight, bias) if isinstance(tensor, TaskWeight)]
     if not stand_ins or any(isinstance(a, TaskWeight) for a in (x, *args, *kwargs.values())):
         return False
@@ -238,7 +238,7 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # With `save_for_backward`, checkpointing would return a copy of the parameter.
+        # `save_for_backward` would not do: checkpointing would return a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)

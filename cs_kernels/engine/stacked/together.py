@@ -1,4 +1,4 @@
-"""`step_together`: Phase 2 from one pass of the trunk, Phase 1 as `step`."""
+"""`step_together`: one pass of the trunk makes a step of Phase 2; Phase 1 runs like `step`."""
 
 import contextlib
 import contextvars
@@ -65,7 +65,7 @@ def step_together(
     trunk: nn.Module,
     known: KnownPasses,
 ) -> dict[str, Tensor]:
-    """Phase 2 in one forward and one backward pass, which makes the updates; Phase 1 as `step`.
+    """Makes a step: in Phase 2, one forward pass and one backward pass that makes the updates.
 
     Args:
         engine: Makes the step.

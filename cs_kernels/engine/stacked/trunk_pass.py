@@ -271,7 +271,7 @@ class TrunkPass:
             ends = [self._edges[edge] for edge in reached.features]
             if None in ends or any(map(is_task_layer, reached.nodes)):
                 raise ValueError(
-                    f"a loss must depend on the trunk through what run returns, but that of"
+                    f"a loss must depend on the trunk through what run returns, but the loss of"
                     f" {task!r} depends on another tensor of the trunk, which has the batches"
                     " of all tasks: let the trunk return it, or use step"
                 )
@@ -283,7 +283,8 @@ class TrunkPass:
                 )
             if not ends and trains:
                 raise ValueError(
-                    f"a loss must depend on an output of run, but that of {task!r} depends on none"
+                    f"a loss must depend on an output of run, but the loss of {task!r} depends on"
+                    " none"
                 )
             outputs.append((task, frozenset(end[1] for end in ends if end is not None)))
         return Pattern(tuple(outputs), frozenset([*self._stack.layers, *self._norms_ran]))

@@ -533,7 +533,7 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
     for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
     team.sync();
-    // Full steps square the decrement until only rounding error is left.
+    // Full Newton steps roughly square the decrement. One that does not halve is rounding error.
     if (decrement < kNashStop || (before < kNashFull && !(decrement < before / 2)))
       break;
     before = decrement;
