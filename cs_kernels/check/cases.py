@@ -222,7 +222,8 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 def _phase2_over_copy(device: str) -> float:
     """The time of Phase 2, relative to a copy that moves as much memory.
 
-    Phase 2 has 8 M float32 parameters and 4 tasks, so it moves (K + 2) times their bytes.
+    On 8 M float32 parameters and K = 4 tasks, Phase 2 reads K gradients and the weights and writes
+    the update: K + 2 times the bytes of the parameters.
     """
     shapes = [(256, 256, 3, 3)] * 13
     weights = [torch.randn(shape, device=device) for shape in shapes]

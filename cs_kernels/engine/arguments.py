@@ -122,7 +122,10 @@ def check_held(
     held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
-    """Raises unless a shared parameter requires gradients and the optimizer holds all that do."""
+    """Raises unless a shared parameter requires a gradient and the optimizer holds what trains.
+
+    It must hold every parameter of the trunk that requires a gradient, and the weighting's.
+    """
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"

@@ -122,7 +122,8 @@ class CapturedStep:
             self._counter.add_(1)
 
         held = engine.trunk.held()
-        engine.transaction.clear(held)  # Else, eager steps' memory would be freed in the capture.
+        # Otherwise, memory of eager steps would be freed in the capture.
+        engine.transaction.clear(held)
         try:
             replay = graphs.capture(run)
         finally:

@@ -13,8 +13,8 @@ from cs_kernels.weightings import Weighting
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """Implements `MultiTaskOptimizer.state_dict`."""
-    # Distributed checkpoints store a tuple whole, but a dictionary entry by entry, and load it only
-    # into a dictionary with the same entries.
+    # A dictionary whose entries may change is in a tuple: distributed checkpoints store a tuple
+    # whole, but load a dictionary only into one with the same entries.
     state = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,
@@ -41,7 +41,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state must be a whole state_dict, but loading raised {error!r}"
         ) from error
-    # The loaded state may not know all parameters that earlier graphs have shown: check them again.
+    # The loaded state may lack parameters that earlier graphs have shown: check graphs again.
     engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())

@@ -80,7 +80,10 @@ class Conflicts:
         return {name: score for name, score, _ in self._ranked()}
 
     def _ranked(self) -> list[tuple[str, int, int]]:
-        """Names with counts and steps, both summed over pairs of tasks; highest count first."""
+        """(name, conflicts, steps) of each parameter or module; most conflicts first.
+
+        The numbers are `counts` and `steps`, each summed over the pairs of tasks.
+        """
         sums = [numbers.triu(1).sum((1, 2)) for numbers in (self.counts, self.steps)]
         rows = torch.stack(sums, 1).tolist()
         entries = ((name, *row) for name, row in zip(self.names, rows, strict=True))

@@ -34,9 +34,10 @@ class _SeesWrapper(LocalHook):
 class Wrappers:
     """The DistributedDataParallel modules around a network or parts of it.
 
-    They do not reduce a second backward pass through one forward pass, and surgery before the
-    reduction would be a different algorithm. Their reductions and broadcasts are therefore switched
-    off until the last `Wrappers` object that holds them is gone.
+    DistributedDataParallel averages gradients only in the first backward pass after a forward pass,
+    and surgery on each rank's own gradients before averaging would be another algorithm. The
+    modules' reductions and broadcasts are therefore switched off until the last `Wrappers` object
+    that holds the modules is gone.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class Wrappers:
 
         Raises:
             TypeError: The module is a FullyShardedDataParallel (FSDP1).
-            ValueError: Its reductions cannot be switched off, or it has different ranks.
+            ValueError: The module's reductions cannot be switched off, or it has different ranks.
 
         """
         refuse_fsdp1(module)
@@ -95,7 +96,8 @@ class Wrappers:
             self._check_ranks(module)
             self._found.append(module)
             _switched_off[module] = _switched_off.get(module, 0) + 1
-        self.switch_off()  # Leaving `no_sync` may have switched others on again.
+        # Leaving `no_sync` may have switched the reductions of nested wrappers on again.
+        self.switch_off()
 
     def switch_off(self) -> None:
         """Switches off all reductions again; a framework such as Lightning may switch them on."""

@@ -26,7 +26,10 @@ def one_graph_per_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
 
 @lru_cache(maxsize=64)
 def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManager[Any]:
-    """Patches torch.compile's limits. Cached, as torch never frees a patch (200 bytes)."""
+    """Returns a context that sets torch.compile's limits.
+
+    Cached, because torch never frees such a patch (about 200 bytes each).
+    """
     patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         recompile_limit=recompile, accumulated_recompile_limit=accumulated
     )

@@ -17,8 +17,8 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    r_i is the mean loss of task i in the last epoch, divided by that in the epoch before. The
-    weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
+    r_i is the mean loss of task i in the last epoch, divided by its mean loss in the epoch before.
+    The weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
     Non-finite losses are ignored.
 
     Args:
@@ -73,7 +73,7 @@ class DynamicWeightAverage(Weighting):
             total.zero_()
         if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
             rates = {task: last / before for task, (before, last) in self._means.items()}
-            # Rates are relative to the largest one, so that no exponential overflows.
+            # The largest rate is subtracted, so that exp cannot overflow; the softmax is unchanged.
             top = max(rates.values())
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
             norm = sum(shares.values())

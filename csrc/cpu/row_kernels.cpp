@@ -299,8 +299,8 @@ CS_INLINE void products_of_tiles(const V* a, const V* b, std::int64_t stride, st
   each_pair([&](int i, int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
 }
 
-// A panel of all gradients is widened into L1 once, then multiplied tile by tile; the last tile is
-// padded with rows of zeros.
+// For one panel at a time, all gradients are converted to the accumulator type once, into L1, and
+// then multiplied tile by tile. The last tile is padded with rows of zeros.
 template <class Type>
 void products(const void* const* gradients, int count, std::int64_t n, double* out) {
   using Accumulator = typename Type::Accumulator;
@@ -459,7 +459,7 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
-// Loads half of the elements that share a word of signs.
+// Loads kLanes elements, half as many as a word has signs.
 template <class Type> CS_INLINE Floats load_floats(const typename Type::Element* p) {
   if constexpr (sizeof(*p) == 8) {
     float lanes[Floats::kLanes];

@@ -68,8 +68,8 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   }
 }
 
-// Eq. (6) of a row, for the tasks from `task` on; 0 for tasks that do not exist. Other blocks of
-// the same launch may have written the energies.
+// Eq. (6) for one row and the tasks from `task` on; 0 for tasks that do not exist. `energy`
+// is read without load(), because other blocks of this launch may have written it.
 template <int kTasks>
 CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
                             double (&strengths)[kTasks]) {

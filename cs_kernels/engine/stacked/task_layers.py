@@ -1,8 +1,8 @@
 """Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
 
 In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. Such a layer
-computes the gradients of its weight and bias for every task from that task's part, and hands them
-to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
+computes the gradients of its weight and bias for every task from that task's part, and passes
+them to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
 
 A tensor subclass (`TaskWeight`) stands for such a weight in the module, since only a subclass sees
 every function that takes the weight. It relies on undocumented parts of torch, tried with 2.10 to
@@ -114,7 +114,11 @@ class TaskWeight(Tensor):
 def _runs_as_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
 ) -> bool:
-    """Whether a layer runs as `_TaskLayer`; otherwise it runs unchanged, which is recorded."""
+    """Whether a layer runs as `_TaskLayer`; otherwise, it runs unchanged.
+
+    The stack records the parameters: in `layers` if the layer runs as `_TaskLayer`, otherwise in
+    `other_uses` or `problems`, with the reason.
+    """
     stand_ins = [tensor for tensor in (weight, bias) if isinstance(tensor, TaskWeight)]
     if not stand_ins or any(isinstance(a, TaskWeight) for a in (x, *args, *kwargs.values())):
         return False
@@ -224,7 +228,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> T
 
 
 class _TaskLayer(torch.autograd.Function):
-    """Runs a layer; with `once`, all tasks have the same input, which was not repeated."""
+    """Runs a layer; with `once`, its input is the same for all tasks, and was not repeated."""
 
     @staticmethod
     def forward(
@@ -238,7 +242,8 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # With `save_for_backward`, checkpointing would return a copy of the parameter.
+        # Kept as attributes: with `save_for_backward`, they could come back from activation
+        # checkpointing as copies.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)

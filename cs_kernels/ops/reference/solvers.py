@@ -264,7 +264,8 @@ def _bargain(c: Tensor) -> Tensor:
         step = torch.linalg.solve(c + torch.diag(v**-2), slope)
         decrement = (slope @ step).clamp(min=0).sqrt()
         v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
-        # Full steps square the decrement until only rounding error is left.
+        # Full Newton steps roughly square the decrement. When it no longer halves, only rounding
+        # error is left: stop.
         if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
             break
         before = decrement

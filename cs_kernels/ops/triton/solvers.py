@@ -431,7 +431,8 @@ def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * _nash_length(step * inverse_v, decrement)
         turn += 1
-        # Full steps square the decrement until only rounding error is left.
+        # Full Newton steps roughly square the decrement. When it no longer halves, only rounding
+        # error is left: stop.
         falls = (before >= _NASH_FULL) | (decrement < before / 2)
         searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
         before = decrement

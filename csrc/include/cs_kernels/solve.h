@@ -533,7 +533,8 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
     for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
     team.sync();
-    // Full steps square the decrement until only rounding error is left.
+    // Full Newton steps roughly square the decrement. When it no longer halves, only rounding error
+    // is left: stop.
     if (decrement < kNashStop || (before < kNashFull && !(decrement < before / 2)))
       break;
     before = decrement;
