@@ -242,7 +242,7 @@ class Distributed(Ranks):
         return [start + first for (first, _), start in zip(spans, starts, strict=False)]
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
-        """The top-priority task of each layer's output channels, int64 [O]."""
+        """Int64 [O] per layer: the top-priority task of each output channel."""
         # No averaging: users may call this on one rank alone, and steps make the variances equal.
         of_all = task_priorities(self, lists, averaged=True)
         return list(torch.split(of_all, lists.channels))

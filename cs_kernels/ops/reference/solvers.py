@@ -317,7 +317,7 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
     inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
     converges fast, and NashMTL's solution is a feasible start for both.
     """
-    solves_s = alpha > 1  # the unknown is s, else v
+    solves_s = alpha > 1  # whether the unknown is s; otherwise, it is v
     power = alpha if solves_s else 1 / alpha
 
     def solve(g: Tensor, n: int) -> Tensor:
