@@ -23,7 +23,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 class Storage:
-    """The updates of some parameters, and the computations of methods, in a single process.
+    """The updates of the parameters, and the computations of methods, in a single process.
 
     The strategies for many ranks, where each rank has a shard of every gradient, inherit from it.
 
@@ -40,7 +40,7 @@ class Storage:
     # --- the update ---
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for this process's shards of some updates."""
+        """The buffers for this process's shards of these parameters' updates."""
         likes = [self.parameters[i] for i in parameters]
         # A buffer is missing, or a parameter or its `.grad` (the last update) was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
@@ -59,7 +59,7 @@ class Storage:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Assigns some parameters' written updates to their `.grad`, now or in `publish`."""
+        """Assigns these parameters' written updates to their `.grad`, now or in `publish`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 
@@ -83,7 +83,7 @@ class Storage:
         return None
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
-        """The top-priority task of each layer's output channels, int64 [O]."""
+        """Int64 [O] per layer: the top-priority task of each output channel."""
         return [
             torch.ops.cs_kernels.task_priority(
                 torch.ops.cs_kernels.connection_strength(
@@ -156,7 +156,7 @@ class TaskGradients:
         """One row per task, in order: a gradient or None for every parameter."""
         self._storage = Storage(self.parameters) if storage is None else storage
         self.modules: tuple[str, ...] = ()
-        """All modules of the step, if its gradients arrive a few modules at a time; else empty."""
+        """All modules of the step if its gradients arrive a few modules at a time; or empty."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self.clear()
@@ -237,7 +237,7 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of some parameters: per parameter, one for each of `tasks` or of all."""
+        """The gradients of these parameters: for each, one per task of `tasks`, or of all tasks."""
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
         grads = [row[i] for i in parameters for row in rows]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
@@ -259,12 +259,12 @@ class TaskGradients:
         self._storage.release_own(self)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for some parameters' updates; complex ones as pairs of real numbers."""
+        """The buffers for these parameters' updates; complex ones as pairs of real numbers."""
         updates = self._storage.update_shards(parameters)
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Assigns the updates of some parameters to their `.grad`, and drops the rows."""
+        """Assigns the updates of these parameters to their `.grad`, and drops the rows."""
         self._storage.assign(parameters)
         self.clear()
 
@@ -288,7 +288,7 @@ class TaskGradients:
         return self._storage.offsets(parameters)
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
-        """The top-priority task of each layer's output channels, int64 [O]."""
+        """Int64 [O] per layer: the top-priority task of each output channel."""
         return self._storage.priorities(lists)
 
     def phase2(

@@ -57,7 +57,7 @@ class MultiTaskOptimizer(Copyable):
             over the ranks. Default: the group of `trunk`, if it is a DistributedDataParallel. If
             DistributedDataParallel wraps both the trunk and the heads, pass the wrapped network as
             `trunk`. After `fully_shard`, the ranks are found from the trunk's parameters; if a rank
-            fails, the others then wait in a collective until their group's timeout.
+            fails, all other ranks then wait in a collective until their group's timeout.
         check_passes: Whether to check the first backward pass of every task, and its next one after
             other parameters were frozen or unfrozen: gradients must arrive in `.grad`, and
             parameters must not change. If `backward` makes several passes through one graph, they

@@ -58,7 +58,7 @@ class Passes:
     """The tasks of all ranks."""
     stage: Stage
     separate: bool = False
-    """Whether each task's gradients are kept in a row; else they add up in `.grad`."""
+    """Whether each task's gradients are kept in a row; otherwise, they add up in `.grad`."""
     before: Losses = field(default_factory=Losses)
     """The losses of earlier stages."""
     reached: tuple[bool, ...] = ()

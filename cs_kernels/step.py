@@ -13,7 +13,7 @@ from cs_kernels.trunk.layers import LayerLists
 
 @dataclass
 class Losses:
-    """The losses of some passes, by task."""
+    """The losses of a group of passes, by task."""
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -38,13 +38,13 @@ class Surgery:
     prioritized: LayerLists | None = None
     """The prioritized layers, to which `priorities` and `products` belong."""
     priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
-    """The top-priority tasks, int64, each layer's [O] concatenated."""
+    """Int64, each layer's [O] concatenated: the top-priority tasks."""
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
-    """d_ij of the channel groups, float64 [layers, K, K], times the square of the loss scale."""
+    """Float64 [layers, K, K]: d_ij of the channel groups, times the square of the loss scale."""
 
     @classmethod
     def merge(cls, calls: Sequence["Surgery"], layers_of: Sequence[Set[int]]) -> "Surgery":
-        """Merges the records of several calls of a method, each for some layers, into one.
+        """Merges the records of several calls of a method, each for its own layers, into one.
 
         Args:
             calls: The record of each call.
@@ -128,12 +128,12 @@ class Step:
     kept: KeptWeights | None = None
     """The task weights of an earlier step, if this step reuses them (`update_every` above 1)."""
     trains: tuple[bool, ...] = ()
-    """Which parameters of the torch optimizers and the trunk require a gradient; empty if
+    """Whether each parameter of the torch optimizers and the trunk requires a gradient; empty if
     `update_every` is 1."""
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, such as a scaler's, or None."""
     counter: Tensor | None = None
-    """In a CUDA graph, replaces the number: int64 [1] on the device."""
+    """Int64 [1] on the device; replaces the number in a CUDA graph."""
     surgery: Surgery = field(default_factory=Surgery)
     """The tensors for a report; the method stores them here."""
     elapsed: Elapsed | None = None

@@ -53,7 +53,7 @@ class Decision:
 def decide(
     requested: str | None, toolkit: tuple[int, int] | None, torch: Torch | None, driver: bool
 ) -> Decision:
-    """Follows the request if there is one; else builds the kernels where they can be used.
+    """Follows the request if there is one; otherwise, builds the kernels where they are usable.
 
     Args:
         requested: The environment variable CS_KERNELS_CUDA.

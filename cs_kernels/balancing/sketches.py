@@ -109,7 +109,7 @@ class Sketches:
 
     @property
     def losses(self) -> Tensor:
-        """The tasks' losses, [K]; NaN for tasks without one."""
+        """Returns [K]: the tasks' losses, NaN for tasks without one."""
         return torch.where(self._values[:, -1] > 0, self._values[:, -2], torch.nan)
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
@@ -121,7 +121,7 @@ class Sketches:
             self.is_empty = False
 
     def products(self) -> Tensor:
-        """The dot products of the tasks' gradients, float64 [modules, K, K]."""
+        """Float64 [modules, K, K]: the dot products of the tasks' gradients."""
         modules = range(len(self.sizes))
         rows = [self._of_modules[task][module] for module in modules for task in range(self._tasks)]
         products: Tensor = torch.ops.cs_kernels.gramian(

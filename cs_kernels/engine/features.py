@@ -67,14 +67,14 @@ class FeatureGradients(TaskGradients):
                 self.put_one(task, i, torch.zeros_like(self.parameters[i], requires_grad=False))
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Allocates dense tensors for the updates of some features."""
+        """Allocates dense tensors for the updates of these features."""
         for i in parameters:
             if self._updates[i] is None:
                 self._updates[i] = torch.empty_like(self.parameters[i], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Keeps the updates of some features for the trunk's pass, and forgets the rows."""
+        """Keeps the updates of these features for the trunk's pass, and forgets the rows."""
         self.combined.update(zip(parameters, self.updates(parameters), strict=True))
         self.clear()
 
@@ -118,7 +118,7 @@ def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
     """Disables the features' hooks, such as `fully_shard`'s, which belong to the trunk's pass."""
     hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in features if z._backward_hooks]
     for of_feature, _ in hooks:
-        of_feature.clear()  # In place: the graph has this dictionary.
+        of_feature.clear()  # In place, because the graph reads this dictionary.
     try:
         yield
     finally:
@@ -266,10 +266,10 @@ class Features:
                     )
 
     def head_passes(self, losses: Mapping[str, Tensor], checks: PassChecks) -> None:
-        """A backward pass from each weighted loss to the features.
+        """Runs a backward pass from each weighted loss to the features.
 
-        Gradients of the parameters on the way add up in `.grad` during the pass, since
-        `fully_shard` reduces them then.
+        Gradients of the parameters on the way add up in `.grad` during the pass, because
+        `fully_shard` reduces them there.
 
         Raises:
             ValueError: A term that the weighting added reaches the trunk past the features; or no
@@ -317,7 +317,7 @@ class Features:
             )
 
     def trunk_pass(self) -> None:
-        """The backward pass of the trunk, which frees its graph."""
+        """Runs the backward pass of the trunk, which frees its graph."""
         combined, scale = self.gradients.combined, self._scale
         grads = [grad if scale == 1 else grad / scale for grad in combined.values()]
         torch.autograd.backward([self._features[i] for i in combined], grads)

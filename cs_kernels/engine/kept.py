@@ -38,7 +38,7 @@ class Kept:
         """The cached weights after a joint step. A step that solved synchronizes with the device.
 
         Weights are discarded if any is non-finite or any task's gradient is zero: some methods give
-        such a task the weight 0, others give it all the weight.
+        such a task the weight 0, and some give it all the weight.
 
         Args:
             step: The step.

@@ -29,7 +29,7 @@ class _Mark:
     """A mark on a torch optimizer and its gradients.
 
     `owner` stands for the guard whose update waits for the optimizer's step; None if no update
-    waits. Guards that share an optimizer replace each other's marks, and so see others' updates.
+    waits. Guards that share an optimizer replace each other's marks: each sees the other's updates.
     """
 
     def __init__(self, owner: object | None) -> None:

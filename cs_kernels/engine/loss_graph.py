@@ -183,11 +183,11 @@ class LossGraph:
         retain_graph: bool = False,
         apart: bool = False,
     ) -> None:
-        """Runs one backward pass of some losses into `.grad`, or one per loss.
+        """Runs one backward pass of these losses into `.grad`, or one per loss.
 
         Args:
             losses: By task; their gradients add up.
-            step: Their step.
+            step: The step of the losses.
             last: Whether this is the last pass of these tasks.
             retain_graph: Whether a pass of another task through the same graph follows.
             apart: Whether each loss gets its own pass with cached task weights, because a single
@@ -297,7 +297,7 @@ class LossGraph:
         self._own_memory()
 
     def _own_memory(self) -> None:
-        """Copies gradients that a later pass may overwrite; with many ranks, others copy them."""
+        """Copies gradients that a later pass may overwrite; with many ranks, the strategy does."""
         if self._ranks.is_distributed:
             return
         if self._looks_at_memory:

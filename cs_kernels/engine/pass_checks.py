@@ -51,7 +51,7 @@ class PassChecks:
     Args:
         trunk: The shared module.
         enabled: Whether to check at all.
-        alone: Whether this is the only process; else others change `.grad` in a pass.
+        alone: Whether this is the only process; otherwise, collectives change `.grad` in a pass.
 
     """
 
@@ -78,7 +78,7 @@ class PassChecks:
 
     @contextlib.contextmanager
     def watching(self, tasks: Iterable[str], *, as_made: bool = True) -> Iterator[None]:
-        """Wraps a backward pass of some tasks, and checks it if it is a task's first.
+        """Wraps a backward pass of these tasks, and checks it if it is the first of one of them.
 
         Args:
             tasks: The tasks.
@@ -356,7 +356,7 @@ def _gradients(
     targets: Sequence[Tensor],
     held: Sequence[nn.Parameter],
 ) -> list[Tensor | None]:
-    """The gradients of a pass that begins at some edges, and leaves `.grad` unchanged.
+    """The gradients of a pass that begins at these edges, and leaves `.grad` unchanged.
 
     A pass from a loss would also run the nodes of its task alone, which may run only once.
     """
@@ -384,7 +384,7 @@ def _any_gradient(edge: GradientEdge) -> Tensor:
 
 
 def _fingerprint(grad: Tensor) -> Tensor:
-    """The sum and the norm, float64 [2]."""
+    """Float64 [2]: the sum and the norm."""
     grad = as_real(grad)
     norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
     return torch.stack([grad.sum(dtype=torch.float64), norm])

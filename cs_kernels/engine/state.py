@@ -41,7 +41,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state must be a complete state_dict with valid values, but loading raised {error!r}"
         ) from error
-    # The loaded state may not know all parameters that earlier graphs have shown: check them again.
+    # The loaded state may lack parameters that earlier graphs have shown: check graphs again.
     engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())

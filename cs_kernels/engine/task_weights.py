@@ -58,8 +58,8 @@ class OnePass(NamedTuple):
     """Where one backward pass of several tasks weights gradients; every node runs once."""
 
     edges: Sequence[tuple[Any, Set[int], str]]
-    """A node of one task, the indices of the gradients that it hands on to nodes of several tasks
-    or to shared parameters, and its task."""
+    """A node of one task, the indices of the gradients that it passes on to nodes of several tasks
+    or to shared parameters, and the task."""
     whole: Set[str]
     """The tasks whose loss is a node of several tasks."""
 
@@ -165,7 +165,7 @@ def _times(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _weighing(entries: Set[int], weight: Tensor) -> Callable[..., Any]:
-    """A hook that weights some of the gradients that a node hands on."""
+    """A hook that weights the gradients with these indices that a node passes on."""
 
     def weigh(grads: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
         return tuple(

@@ -38,7 +38,7 @@ class Transaction:
     def part(
         self, tasks: Sequence[str], *, clears: bool, restores: bool
     ) -> Iterator[list[nn.Parameter]]:
-        """Wraps the passes of some tasks and their update.
+        """Wraps the passes of these tasks and their update.
 
         The last step's gradients are not restored: a copy would take the memory of one more row.
 

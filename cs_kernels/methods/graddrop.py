@@ -33,7 +33,7 @@ class GradDrop(Method):
 
     most_tasks = MOST_TASKS
     takes_complex = False
-    """A complex number has no sign."""
+    """False, because a complex number has no sign."""
 
     def __init__(self, leak: float | Sequence[float] = 0.0, seed: int = 0) -> None:
         for value in leak if isinstance(leak, Sequence) else [leak]:

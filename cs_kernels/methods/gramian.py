@@ -58,7 +58,10 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """True with groups="layer" and built-in `weights`; other subclasses must opt in."""
+        """Whether the updates of a module depend only on that module's gradients.
+
+        True with `groups="layer"` and built-in `weights`; all other subclasses must opt in.
+        """
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in
 

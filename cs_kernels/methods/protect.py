@@ -1,4 +1,4 @@
-"""Protect: some tasks come first, and the others' gradients are projected off theirs."""
+"""Protect: projects the gradients of all other tasks off those of the protected tasks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ _SHORT = 1e-30
 
 
 class Protect(GramianMethod):
-    """Protects some tasks from the gradients of the others, in one direction only.
+    """Protects the given tasks from the gradients of all other tasks, in one direction only.
 
     The other tasks' gradients are added, and their sum is projected onto the vectors that conflict
     with no protected task's gradient. Without conflict, the sum is unchanged; in a conflict with
@@ -77,7 +77,7 @@ class Protect(GramianMethod):
         """Checks that all named tasks exist, and that another level is left to be projected.
 
         Raises:
-            ValueError: One does not, or all tasks are protected.
+            ValueError: A named task does not exist, or all tasks are protected.
 
         """
         super().check(tasks)

@@ -26,42 +26,42 @@ class BalanceReport:
     layers: tuple[str, ...]
     """The modules, with groups="layer"."""
     gramian: Tensor
-    """The gradients' dot products, float64 [K, K] or [L, K, K], from each task's last norm and each
+    """Float64 [K, K] or [L, K, K]; the gradients' dot products, from each task's last norm and each
     pair's last cosine; 0 for two tasks without a step in which both had a gradient."""
     weights: Tensor
-    """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
+    """[K] or [L, K]; the task weights of the next step, 1 for a task without a gradient so far."""
     together: Tensor
-    """Whether there was a step in which both tasks had a gradient, bool, shaped like `gramian`. All
-    other pairs are assumed to be orthogonal."""
+    """A bool tensor, shaped like `gramian`; tells whether both tasks had a gradient in a common
+    step. The gradients of all other pairs are assumed to be orthogonal."""
     finite: Tensor
-    """Whether the gradients of the last step were finite, a bool scalar; if not, this step has
+    """A bool scalar; tells whether the gradients of the last step were finite. If not, the step
     changed neither products nor weights."""
     counts: Tensor
-    """The number of steps in which two tasks' gradients, over all modules together, were in
-    conflict, int64 [K, K]."""
+    """Int64 [K, K]; the number of steps in which two tasks' gradients, over all modules together,
+    were in conflict."""
     steps: Tensor
-    """The number of steps in which both tasks had a gradient, int64 [K, K]."""
+    """Int64 [K, K]; the number of steps in which both tasks had a gradient."""
     _variance: Tensor
 
     @cached_property
     def gradient_norms(self) -> Tensor:
-        """The norms of the gradients, [K] or [L, K]."""
+        """Float64 [K] or [L, K]; the norms of the gradients."""
         return self.gramian.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The gradients' cosines, shaped like `gramian`; 0 where `together` is False."""
+        """Float64, shaped like `gramian`; the gradients' cosines, 0 where `together` is False."""
         return cosines_of(self.gramian)
 
     @cached_property
     def cosine_errors(self) -> Tensor:
-        """The standard errors of `cosines`, of the same shape; 0 where sketches are exact."""
+        """Shaped like `cosines`; the standard errors of the cosines, 0 where sketches are exact."""
         variance = self._variance if self.layers else self._variance[0]
         return (1 - self.cosines.square()) * variance.sqrt().reshape(-1, 1, 1).squeeze(0)
 
     @cached_property
     def conflict_share(self) -> Tensor:
-        """`counts / steps`, the share of steps with a conflict, [K, K]; NaN where `steps` is 0."""
+        """Float64 [K, K]; the share of steps with a conflict, `counts / steps`; NaN for 0 / 0."""
         return self.counts / self.steps.double()
 
     def scalars(self) -> dict[str, float]:

@@ -38,19 +38,19 @@ class Conflicts:
     """The parameters, or the modules after `by_module`, in the order of the trunk. A parameter that
     only one task reaches is left out."""
     gramians: Tensor
-    """The dot products of the last joint step's gradients, without the loss scale of a scaler or of
-    `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
+    """Float64 [P, K, K]; the dot products of the last joint step's gradients, without the loss
+    scale of a scaler or of `backward=`; NaN where a task had no gradient or took no part."""
     counts: Tensor
-    """The number of steps with a conflict, int64 [P, K, K]; 0 on the diagonal."""
+    """Int64 [P, K, K]; the number of steps with a conflict, 0 on the diagonal."""
     steps: Tensor
-    """The number of steps in which both tasks had a gradient, int64 [P, K, K]. Neither `steps` nor
+    """Int64 [P, K, K]; the number of steps in which both tasks had a gradient. Neither `steps` nor
     `counts` includes a step with a non-finite gradient of any shared parameter, such as a step that
     a scaler skips."""
     _modules: "Conflicts | None" = None
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The cosines between the gradients of the last joint step, float64 [P, K, K].
+        """Float64 [P, K, K]; the cosines between the gradients of the last joint step.
 
         A zero gradient has cosine 0, and is thus in conflict if the threshold is positive. Entries
         are NaN where `gramians` is NaN and for non-finite gradients.
@@ -59,7 +59,7 @@ class Conflicts:
 
     @cached_property
     def share(self) -> Tensor:
-        """`counts / steps`, float64 [P, K, K]; NaN where `steps` is 0."""
+        """Float64 [P, K, K]; `counts / steps`, NaN where `steps` is 0."""
         return self.counts / self.steps.double()
 
     def by_module(self) -> "Conflicts":
@@ -111,9 +111,9 @@ class _Masks(NamedTuple):
     """Which tasks have gradients for which parameters."""
 
     reachable: Tensor
-    """The indices of the parameters for which any task has a gradient, int64."""
+    """Int64; the indices of the parameters for which any task has a gradient."""
     pairs: Tensor
-    """Whether both tasks have a gradient, bool [R, K, K]."""
+    """Bool [R, K, K]; tells whether both tasks have a gradient."""
     distinct_pairs: Tensor
     """`pairs` without the diagonal."""
 
@@ -308,7 +308,7 @@ class ConflictCounter:
 
 
 def cosines_of(products: Tensor) -> Tensor:
-    """The cosines, [..., K, K]; 0 for zero gradients."""
+    """Returns [..., K, K]: the cosines, 0 for zero gradients."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
     # Rounding may take a cosine out of [-1, 1].

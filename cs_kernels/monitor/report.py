@@ -58,32 +58,32 @@ class Report:
     """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
     for groups="layer"; empty if the tensors describe the whole trunk."""
     gramian: Tensor | None = None
-    """Gramian methods: the dot products of the gradients, float64 [K, K], or [L, K, K]."""
+    """Gramian methods: float64 [K, K] or [L, K, K]; the dot products of the gradients."""
     task_weights: Tensor | None = None
-    """Gramian methods: the weights of the gradients in the update, [K] or [L, K]."""
+    """Gramian methods: [K] or [L, K]; the weights of the gradients in the update."""
     weights_from: int | None = None
     """Gramian methods: the step, counted like `step`, that solved for the task weights. With
     `update_every` above 1, it may be an earlier step; this report then has no Gramian."""
     priorities: tuple[Tensor, ...] = ()
-    """`ConnectionStrength`: the top-priority task of each channel, int64 [O] per layer."""
+    """`ConnectionStrength`: int64 [O] per layer; the top-priority task of each channel."""
     products: Tensor | None = None
-    """`ConnectionStrength`: d_ij = <G_i, g_j> over the channel group CG_i, float64 [L, K, K]."""
+    """`ConnectionStrength`: float64 [L, K, K]; d_ij = <G_i, g_j> over the channel group CG_i."""
     _elapsed: Elapsed | None = None
     """The time from the gradients to the update."""
 
     @cached_property
     def cosines(self) -> Tensor | None:
-        """Gramian methods: the gradients' cosines, shaped like `gramian`; 0 for a zero gradient."""
+        """Gramian methods: float64, shaped like `gramian`; the cosines, 0 for a zero gradient."""
         return None if self.gramian is None else cosines_of(self.gramian)
 
     @cached_property
     def gradient_norms(self) -> Tensor | None:
-        """Gramian methods: the norms of the gradients, [K] or [L, K]."""
+        """Gramian methods: float64 [K] or [L, K]; the norms of the gradients."""
         return None if self.gramian is None else self.gramian.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @cached_property
     def update_norm(self) -> Tensor | None:
-        """Gramian methods: the norm of the update, a scalar or [L].
+        """Gramian methods: float64 scalar or [L]; the norm of the update.
 
         The norm is computed from the Gramian: if gradients cancel, the error is up to 1e-8 times
         their norms.
@@ -97,7 +97,7 @@ class Report:
 
     @cached_property
     def channels(self) -> Tensor | None:
-        """`ConnectionStrength`: the number of channels per channel group, int64 [L, K]."""
+        """`ConnectionStrength`: int64 [L, K]; the number of channels per channel group."""
         if self.products is None:
             return None
         tasks = torch.arange(len(self.rows), device=self.products.device)
@@ -117,10 +117,10 @@ class Report:
 
     @cached_property
     def removed(self) -> Tensor | None:
-        """`ConnectionStrength`: the energy that projections removed from gradients, [L, K, K].
+        """`ConnectionStrength`: float64 [L, K, K]; the energy that projections removed.
 
         If task j's gradient is in conflict with the reference gradient G_i, entry [i, j] is
-        d_ij^2 / d_ii, the squared norm of its component along G_i; else 0.
+        d_ij^2 / d_ii, the squared norm of the gradient's component along G_i; otherwise, it is 0.
         """
         if self.products is None:
             return None
@@ -129,7 +129,7 @@ class Report:
 
     @property
     def _reference_energies(self) -> Tensor:
-        """d_ii, [L, K, 1]."""
+        """Float64 [L, K, 1]: d_ii."""
         assert self.products is not None
         return self.products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 

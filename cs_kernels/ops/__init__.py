@@ -185,7 +185,7 @@ def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: An
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
 def _(*_: object) -> None:
-    """Adds a_i * G_i to the first len(priorities) updates; leaves the others unchanged."""
+    """Adds a_i * G_i to the first len(priorities) updates; leaves later updates unchanged."""
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")

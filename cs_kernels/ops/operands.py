@@ -172,8 +172,8 @@ class Operands:
         outputs: The updates, or tensors that only define the memory layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: `out_channel_dim` of the first tensors; 0 for the others.
-        groups: The convolution groups of the first tensors; 1 for the others.
+        out_channel_dims: `out_channel_dim` of the first tensors; 0 for later ones.
+        groups: The convolution groups of the first tensors; 1 for later ones.
         name: The name of `outputs` in error messages.
 
     """

@@ -50,7 +50,7 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 class Buckets:
-    """The buckets for some parameters.
+    """The buckets of the given parameters.
 
     Args:
         parameters: The parameters, by index among the shared parameters.

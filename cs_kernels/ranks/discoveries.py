@@ -94,7 +94,7 @@ class Discoveries:
         self._sizes_of_ranks: Sequence[Sizes] = []
         self._version = watcher.version
         self._patterns: dict[object, tuple[Pattern, Pattern]] = {}
-        """By kind of passes: which parameters have a gradient on this rank, and on any rank."""
+        """By kind of passes, for each parameter: whether this rank has a gradient, or any rank."""
         self._pattern: tuple[object, Pattern] = None, ()
 
     def note_pattern(self, kind: object, has_gradient: Pattern) -> None:
@@ -102,7 +102,7 @@ class Discoveries:
         self._pattern = kind, has_gradient
 
     def pattern(self) -> Pattern:
-        """Which parameters have a gradient on any rank."""
+        """Whether each parameter has a gradient on any rank."""
         return self._patterns[self._pattern[0]][1]
 
     def of_heads(self, task: str, ranks: Sequence[int], like: Tensor) -> list[Tensor]:

@@ -190,11 +190,11 @@ class Distributed(Ranks):
 
     @abstractmethod
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for this rank's shards of some updates."""
+        """The buffers for this rank's shards of these parameters' updates."""
 
     @abstractmethod
     def publish_updates(self, parameters: Sequence[int]) -> None:
-        """Assigns the written updates of some parameters to their `.grad`."""
+        """Assigns the written updates of these parameters to their `.grad`."""
 
     @abstractmethod
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Distributed(Ranks):
         self._written = own
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Records that the updates of some parameters are written."""
+        """Records that the updates of these parameters are written."""
         self._written += parameters
 
     def publish(self) -> None:
@@ -242,7 +242,7 @@ class Distributed(Ranks):
         return [start + first for (first, _), start in zip(spans, starts, strict=False)]
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
-        """The top-priority task of each layer's output channels, int64 [O]."""
+        """Int64 [O] per layer: the top-priority task of each output channel."""
         # No averaging: users may call this on one rank alone, and steps make the variances equal.
         of_all = task_priorities(self, lists, averaged=True)
         return list(torch.split(of_all, lists.channels))
@@ -274,7 +274,7 @@ class Distributed(Ranks):
         return self._all_reduce(tensor.double() / self.size)
 
     def phase2_plan(self, lists: LayerLists) -> Plan:
-        """The local pieces of some layers, which do not depend on values."""
+        """The local pieces of these layers; they do not depend on values, so they are cached."""
         plan = self._phase2_plan
         if plan is None or plan.lists is not lists or plan.version != self.version:
             plan = self._phase2_plan = Plan(self, lists)
@@ -384,9 +384,9 @@ class Distributed(Ranks):
     def _alike(
         self, tasks: Sequence[str], statistics: Statistics
     ) -> list[tuple[list[Tensor], float]]:
-        """Running statistics by task and dtype, with this rank's weights; same order on all ranks.
+        """Running statistics, also of heads, by task and dtype, each with this rank's weight.
 
-        The statistics of heads are included.
+        The order is the same on all ranks.
         """
         ranks_of, like = self.facts.ranks_of, self.like()
         of_heads: Statistics = {

@@ -64,7 +64,7 @@ class Plan:
 
 
 def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) -> Tensor:
-    """The priorities of all layers on every rank, int64, each layer's [O] concatenated.
+    """Int64, each layer's [O] concatenated: the priorities of all layers, on every rank.
 
     Args:
         ranks: The ranks; each has a shard of every weight.

@@ -43,7 +43,7 @@ class _Passes:
 
     tasks: tuple[str, ...] = ()
     separate: bool = True
-    """Whether each task has a round; else a single round has the sum."""
+    """Whether each task has a round; otherwise, a single round has the sum."""
     owed: list[str] = field(default_factory=list)
     """The names of the remaining rounds."""
     next_task: str | None = None

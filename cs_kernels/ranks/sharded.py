@@ -73,7 +73,7 @@ class Sharded(Distributed):
     # --- agreement: all ranks must run the same passes ---
 
     def has(self, task: str) -> bool:
-        """Always true: every rank runs every pass."""
+        """Whether this rank runs the passes of a task: always, because all ranks run all passes."""
         return True
 
     def share(self, task: str) -> float:
@@ -173,7 +173,7 @@ class Sharded(Distributed):
         return first * row, last * row
 
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """Describes a contiguous weight; `fully_shard` takes no others."""
+        """Describes a weight, which is contiguous: `fully_shard` requires this."""
         shape = self.parameters[parameter].shape
         outer = shape[0] // groups if out_channel_dim == 1 else 1
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])

@@ -112,7 +112,7 @@ class Ranks(Storage):
         return contextlib.nullcontext()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
-        """Returns the tasks of the step; for some, only other ranks may have labels."""
+        """Returns the tasks of the step, including those for which only other ranks have labels."""
         del call
         return tuple(tasks)
 
@@ -131,7 +131,7 @@ class Ranks(Storage):
         return tensor
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
-        """The losses of some tasks, in the form that the caller gets."""
+        """The losses of these tasks, in the form that the caller gets."""
         return {task: losses[task] for task in tasks}
 
     def recheck_networks(self) -> None:

@@ -39,7 +39,7 @@ def grid_rows(ranks: int) -> int:
 
 
 class Transport:
-    """Carries values between the hosts of some ranks.
+    """Carries values between the hosts of the given ranks.
 
     Args:
         numbers: The numbers of the ranks in the default group, in order.
@@ -62,7 +62,7 @@ class Transport:
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())
         self.size = len(self.numbers)
-        # A failed rank waits in these groups while others still wait for it in their collectives.
+        # A failed rank waits in these groups while other ranks still wait for it in collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
@@ -87,7 +87,7 @@ class Transport:
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str
     ) -> dist.ProcessGroup:
-        """Makes a group of some ranks, for use until `close`; all of these ranks must call this."""
+        """Makes a group of these ranks, for use until `close`; all of them must call this."""
         is_whole = self.size == dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole

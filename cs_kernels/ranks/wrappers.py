@@ -82,7 +82,7 @@ class Wrappers:
 
         Raises:
             TypeError: The module is a FullyShardedDataParallel (FSDP1).
-            ValueError: Its reductions cannot be switched off, or it has different ranks.
+            ValueError: The module's reductions cannot be switched off, or it has different ranks.
 
         """
         refuse_fsdp1(module)

@@ -39,7 +39,7 @@ def makes_gradients(leaf: Tensor) -> bool:
 
 
 class Reached(NamedTuple):
-    """The result of a walk from a loss to some features, or to the leaves."""
+    """The result of a walk from a loss to the given features, or to the leaves."""
 
     features: set[Edge]
     """The features where the walk ended."""
@@ -87,9 +87,9 @@ class Parameters(NamedTuple):
     found: list[nn.Parameter]
     """The parameters in its graph."""
     hidden: bool
-    """Whether a `torch.autograd.Function` may hide others, as reentrant checkpointing does."""
+    """Whether a `torch.autograd.Function` may hide parameters, as reentrant checkpointing does."""
     hooked: bool
-    """Whether a leaf's hook may make the gradients of others, as in cached contrastive losses."""
+    """Whether a leaf's hook may make gradients of other leaves, as in cached contrastive losses."""
 
 
 def reached_parameters(loss: Tensor) -> Parameters:
@@ -104,7 +104,7 @@ def reached_parameters(loss: Tensor) -> Parameters:
 
 @contextlib.contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
-    """Wraps a backward pass, during which some hooks are registered."""
+    """Wraps a backward pass, during which these hooks are registered."""
     with contextlib.ExitStack() as handles:
         for place, hook in hooks:
             register = place.register_prehook if is_leaf(place) else place.register_hook

@@ -4,7 +4,7 @@ Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_st
 of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a
 `sharded_param`, an `unsharded_accumulated_grad` and, from its first pass on, an `_unsharded_param`;
 `reset_iter_state`, since 2.13.
-`groups_of` raises a clear error when torch has changed them.
+`groups_of` raises a clear error if torch has changed any of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     """The mesh of sharded parameters; None if none is sharded.
 
     Raises:
-        ValueError: Only some are sharded, or differently from `fully_shard`, or on several meshes.
+        ValueError: Only some are sharded, or one not as by `fully_shard`, or on several meshes.
 
     """
     first = next((name for name, p in parameters.items() if is_sharded(p)), None)
@@ -64,7 +64,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
 
 
 def fsdp_modules(objects: Iterable[object]) -> list[Any]:
-    """The `fully_shard` modules among some objects."""
+    """The `fully_shard` modules among these objects."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     # `type`, because a proxy's `__class__` belongs to its object, which may be gone.
     return [] if kind is None else [found for found in objects if issubclass(type(found), kind)]
@@ -101,7 +101,8 @@ def end_passes(module: Any) -> None:
         else:
             module.reshard()
     for parameter in (p for group in groups_of(module) for p in group.fsdp_params):
-        if hasattr(parameter, "_unsharded_param"):  # The next pass would add to its gradient.
+        if hasattr(parameter, "_unsharded_param"):
+            # Otherwise, the next pass would add to these gradients.
             parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
 
 

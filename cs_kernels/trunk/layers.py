@@ -1,4 +1,4 @@
-"""The layers of a trunk whose output channels are prioritized, and the coverage of the others."""
+"""The layers of a trunk whose output channels are prioritized, and the parameters' coverage."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Layer:
 
 
 class LayerLists(NamedTuple):
-    """The arguments of Phase 2 for some layers."""
+    """The arguments of Phase 2 for a list of layers."""
 
     layers: tuple[Layer, ...]
     weight_indices: list[int]
@@ -62,7 +62,7 @@ class LayerLists(NamedTuple):
         return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
 
     def gammas(self) -> list[Tensor]:
-        """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
+        """[O] per normalization, layer by layer: gamma, ones if the normalization has no scale.
 
         Raises:
             StaleLayoutError: The layout is out of date.
@@ -78,7 +78,7 @@ class LayerLists(NamedTuple):
         return cast("list[Tensor]", gammas)
 
     def running_vars(self) -> list[Tensor]:
-        """The running variance of every normalization, [O], layer by layer.
+        """[O] per normalization, layer by layer: the running variance.
 
         Raises:
             StaleLayoutError: The layout is out of date.
@@ -106,7 +106,7 @@ def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which shared parameters are prioritized, and why the others get the plain sum."""
+    """Which shared parameters are prioritized, and why all others get the plain sum."""
 
     prioritized: dict[str, str]
     """By name of the layer's weight: the normalization behind the layer."""

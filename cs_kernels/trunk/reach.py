@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """For each parameter that some task did not reach: who reached it, and who had a pass."""
+        """By parameter that a task did not reach: the tasks that did, and those that had a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

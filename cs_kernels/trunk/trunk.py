@@ -154,7 +154,7 @@ class Trunk:
         self.norms: list[TaskBatchNorm] = task_norms(self.module)
         """The task-specific normalizations."""
         self.of_norms = [p for norm in self.norms for p in norm.parameters()]
-        """Their parameters."""
+        """The parameters of `norms`."""
         self._unoptimized = [p for p in self.of_norms if p not in optimized]
         # The first normalization stands for all, since normalizations have most of the parameters.
         others = {p for norm in self.norms[1:] for p in norm.parameters()}

@@ -8,7 +8,7 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def start(like: Tensor, value: float) -> Tensor:
-    """The Adam state of a number that starts at `value`: float64 [4], on the device of `like`."""
+    """Float64 [4], on the device of `like`: the Adam state of a number that starts at `value`."""
     state = torch.zeros(4, dtype=torch.float64, device=like.device)
     state[0] = value
     return state

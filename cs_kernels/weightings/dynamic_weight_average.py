@@ -17,8 +17,8 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    r_i is the mean loss of task i in the last epoch, divided by that in the epoch before. The
-    weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
+    r_i is the mean loss of task i in the last epoch, divided by its mean loss in the epoch before.
+    The weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
     Non-finite losses are ignored.
 
     Args:

@@ -78,7 +78,7 @@ class FAMO(LastLosses):
         self.reevaluates = bool(reevaluate)
         self.minima = dict(minima or {})
         self._logits: dict[str, Tensor] = {}
-        """Each task's logit with its Adam state, float64 [4]."""
+        """Float64 [4] by task: the task's logit with its Adam state."""
 
     def check(self, tasks: Sequence[str]) -> None:
         """Checks that every minimum belongs to a task."""
@@ -87,7 +87,7 @@ class FAMO(LastLosses):
                 raise ValueError(f"minima must be of tasks among {list(tasks)}, got {task!r}")
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """The weights (z / D) / sum(z / D), float64 [K]."""
+        """Float64 [K]: the weights (z / D) / sum(z / D)."""
         logits = self._states(step.tasks, losses)
         if not self.reevaluates and set(step.known) >= set(step.tasks):
             # `observe` will apply the same update to the state, unless the step fails.
@@ -98,26 +98,26 @@ class FAMO(LastLosses):
         return shares / shares.sum()
 
     def _gaps(self, losses: Tensor, tasks: Sequence[str]) -> Tensor:
-        """The differences D of the losses and their minima, [K]."""
+        """Returns [K]: the differences D of the losses and their minima."""
         if self.minima:
             pairs = zip(losses.unbind(), tasks, strict=True)
             losses = torch.stack([loss - self.minima.get(task, 0.0) for loss, task in pairs])
         return losses + _TINY
 
     def _states(self, tasks: Sequence[str], like: Tensor) -> Tensor:
-        """A copy of the logits with their Adam states, [K, 4]; new tasks start with logit 0."""
+        """[K, 4]: a copy of the logits with their Adam states; new tasks start with logit 0."""
         states = [on_device(self._logits, task, like.device) for task in tasks]
         return torch.stack([start(like, 0.0) if state is None else state for state in states])
 
     def _lasts(self, tasks: Sequence[str], like: Tensor) -> Tensor:
-        """The last losses, [K]; infinite for tasks without one."""
+        """Returns [K]: the last losses, infinite for tasks without one."""
         lasts = [on_device(self._last, task, like.device) for task in tasks]
         return torch.stack([like.new_full((), inf) if last is None else last for last in lasts])
 
     def _learned(
         self, logits: Tensor, tasks: Sequence[str], before: Tensor, after: Tensor
     ) -> Tensor:
-        """The states after one update, [K, 4]; unchanged for tasks without two finite losses."""
+        """[K, 4]: the states after one update, unchanged for tasks without two finite losses."""
         delta = self._gaps(before, tasks).log() - self._gaps(after, tasks).log()
         valid = delta.isfinite()
         delta = torch.where(valid, delta, 0.0)

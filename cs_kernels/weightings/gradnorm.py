@@ -51,7 +51,7 @@ class GradNorm(Weighting):
         self.alpha = alpha
         self.lr = lr
         self._weights: dict[str, Tensor] = {}
-        """Each task's weight with its Adam state, float64 [4]."""
+        """Float64 [4] by task: the task's weight with its Adam state."""
         self._first: dict[str, Tensor] = {}
         """Each task's first positive, finite loss, float64; infinite until there is one."""
 

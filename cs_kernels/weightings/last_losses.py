@@ -50,10 +50,10 @@ class LastLosses(Weighting):
 
     @abstractmethod
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """The weights of a step's tasks, float64 [K], from their losses, float64 [K]."""
+        """Returns float64 [K]: the weights of a step's tasks, from their losses, float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
-        """The losses of the step's tasks, float64 [K]: this step's, or the last, or `loss`."""
+        """Float64 [K]: for each task of the step, this step's loss, or the last one, or `loss`."""
         own = loss.detach().double()
         last = [self._last_of(other, own) for other in step.tasks]
         pairs = zip(step.tasks, last, strict=True)

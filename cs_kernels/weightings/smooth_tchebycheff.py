@@ -69,7 +69,7 @@ class SmoothTchebycheff(LastLosses):
         return super().weigh(task, loss, step)
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """The weights K softmax(log(L / n) / mu) / L, float64 [K]; 1 / L without nadirs."""
+        """Float64 [K]: the weights K softmax(log(L / n) / mu) / L, or 1 / L without nadirs."""
         scalars = [on_device(self._nadirs, task, losses.device) for task in step.tasks]
         nadirs = torch.stack([losses.new_full((), inf) if n is None else n for n in scalars])
         logarithms = (losses + _TINY).log() - (nadirs + _TINY).log()

@@ -33,7 +33,7 @@ struct Work {
   std::vector<std::int64_t> order;    // [rows]: rows in visiting order
   std::vector<double> dots;           // [rows, gradients], by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
-  bool past_caches = false;           // channel groups are too large for the caches
+  bool past_caches = false;           // whether channel groups are too large for the caches
   std::atomic<std::int64_t> chunks_left{0};
 
   double* row_dots(std::int64_t index) {

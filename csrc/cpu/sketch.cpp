@@ -10,7 +10,7 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Adds the elements whose bins are in [begin, end): some blocks at a time, so that a bin is read
+// Adds the elements whose bins are in [begin, end): a few blocks at a time, so that a bin is read
 // and written once for all of them.
 void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
                  std::int64_t begin, std::int64_t end) {

@@ -105,7 +105,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
   }
 
-  // positive() keeps the lanes above zero; not_positive() keeps all others, including NaN.
+  // positive() keeps the lanes above zero; not_positive() keeps all other lanes, including NaN.
   CS_INLINE Vector positive() const {
     Vector v;
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? part[i] : Part{}; });

@@ -54,8 +54,8 @@ CS_DEVICE double block_sum(double value, double* workspace) {
   return values[0];
 }
 
-// Whether this block arrives last; if so, the others' writes are visible to it. `last` is in shared
-// memory.
+// Whether this block arrives last; if so, it sees the writes of all other blocks. `last` is in
+// shared memory.
 CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t* last) {
   synchronize_block();
   if (thread_index() == 0)

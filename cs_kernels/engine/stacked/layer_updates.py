@@ -1,6 +1,6 @@
 """The updates of a stacked pass, made for a few layers at a time.
 
-The backward pass of a layer hands over the gradients of all tasks. Gradients wait until another
+A layer passes on the gradients of all tasks in its backward pass. They wait until another
 layer's would not fit beside them; then the method combines the waiting ones. So memory holds at
 most K gradients of the largest layer, and small layers share one call of an operator.
 """
@@ -62,7 +62,7 @@ class LayerUpdates:
         Args:
             taken: The parameters whose update the method makes, and their indices.
             layers: The parameters of every layer.
-            reached: By task, the leaves that its loss reaches; empty if there may be others.
+            reached: By task, the leaves that its loss reaches; empty if the graph may hide leaves.
 
         """
         self.taken = taken

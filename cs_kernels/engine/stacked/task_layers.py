@@ -1,8 +1,8 @@
 """Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
 
 In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. Such a layer
-computes the gradients of its weight and bias for every task from that task's part, and hands them
-to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
+computes the gradients of its weight and bias for every task from that task's part, and passes
+them to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
 
 A tensor subclass (`TaskWeight`) stands for such a weight in the module, since only a subclass sees
 every function that takes the weight. It relies on undocumented parts of torch, tried with 2.10 to
@@ -224,7 +224,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> T
 
 
 class _TaskLayer(torch.autograd.Function):
-    """Runs a layer; with `once`, all tasks have the same input, which was not repeated."""
+    """Runs a layer; with `once`, its input is the same for all tasks, and was not repeated."""
 
     @staticmethod
     def forward(

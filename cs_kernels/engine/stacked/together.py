@@ -32,7 +32,7 @@ class Reached(NamedTuple):
     unreached: list[nn.Parameter]
     """The parameters of normalizations that their tasks do not reach."""
     by_task: dict[str, set[Tensor]]
-    """The parameters that each loss reaches; empty if there may be others."""
+    """The parameters that each loss reaches; empty if the graph may hide parameters."""
     owners: dict[int, str]
     """The indices of the shared parameters that only one task has ever reached, and that task."""
     shared: list[int]
@@ -109,7 +109,7 @@ class _Together:
         self._known = known
 
     def run(self, step: Step, held: Sequence[nn.Parameter]) -> None:
-        """One forward and one backward pass."""
+        """Runs one forward and one backward pass."""
         engine = self.engine
         # On a GPU, autograd calls `combine` from a thread without the context of `use_backend`.
         context = contextvars.copy_context()
@@ -262,7 +262,7 @@ class _Together:
 
 
 def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
-    """In Phase 1: a task's loss, from a forward pass for this task alone."""
+    """A task's loss in Phase 1, from a forward pass for this task alone."""
 
     def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return {task: trunk(*args, **kwargs)}

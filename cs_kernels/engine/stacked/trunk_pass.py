@@ -1,8 +1,8 @@
 """A stacked pass: one forward and one backward pass of a trunk for several tasks.
 
 The batch is repeated for every task along dimension 0. Each task-specific normalization applies a
-task's module to that task's part, and each layer that needs surgery hands over the gradients of all
-tasks as soon as its backward pass has them (`task_layers`, `layer_updates`).
+task's module to that task's part, and each layer that needs surgery passes the gradients of all
+tasks to `LayerUpdates` as soon as its backward pass has them (`task_layers`, `layer_updates`).
 """
 
 import contextlib
@@ -294,9 +294,9 @@ class TrunkPass:
         return all(len(numbers) == len(self._outputs) for _, numbers in pattern.outputs)
 
     def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
-        """The leaves that each loss reaches, and whether there may be others.
+        """The leaves that each loss reaches, and whether the graph may hide further leaves.
 
-        A `torch.autograd.Function` may hide some.
+        A `torch.autograd.Function` may hide leaves.
         """
         graphs = [walk([edge_of(output)], frozenset()) for output in self._outputs]
         hidden = any(
@@ -319,7 +319,7 @@ class TrunkPass:
 
         Args:
             taken: The parameters whose update is made, and their indices.
-            reached: By task, the leaves that its loss reaches; empty if there may be others.
+            reached: By task, the leaves that its loss reaches; empty if the graph may hide leaves.
             counts: Whether to count the uses of parameters in the graph.
 
         Raises:

@@ -123,7 +123,7 @@ class GpuPhase2(Phase2Operators):
         Args:
             operands: Updates and gradients.
             priorities: Addresses of the first tensors' priorities, which are written if there are
-                factors, else read.
+                factors, and otherwise read.
             factors: The operands of connection strength, or None if priorities are given.
             kinds: The kinds of items to launch.
             products: d_ij [layers, K, K]; output.

@@ -33,7 +33,8 @@ from cs_kernels.ops.gpu.device import multiprocessors, numbered, refuse_capture,
 from cs_kernels.ops.operands import ChannelLayout
 
 MOST_SUM_ITEMS = 1024
-"""The maximum per layer; one block adds up their products while others work on other layers."""
+"""The maximum number of SUM items per layer. One block adds up the products of all of them, while
+other blocks work on other layers."""
 
 # Kernels count segments and elements in 32 bits, and count slightly past the end.
 _MOST_SEGMENTS = 1 << 30

@@ -264,7 +264,8 @@ def _bargain(c: Tensor) -> Tensor:
         step = torch.linalg.solve(c + torch.diag(v**-2), slope)
         decrement = (slope @ step).clamp(min=0).sqrt()
         v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
-        # Full steps square the decrement until only rounding error is left.
+        # Full Newton steps roughly square the decrement. When it no longer halves, only rounding
+        # error is left: stop.
         if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
             break
         before = decrement
@@ -316,7 +317,7 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
     inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
     converges fast, and NashMTL's solution is a feasible start for both.
     """
-    solves_s = alpha > 1  # the unknown is s, else v
+    solves_s = alpha > 1  # whether the unknown is s; otherwise, it is v
     power = alpha if solves_s else 1 / alpha
 
     def solve(g: Tensor, n: int) -> Tensor:

@@ -95,7 +95,7 @@ def _in_memory(
 ) -> Tensor:
     """Returns int64 [3] on the device: 64 bits, an address, and the bits of a float64.
 
-    If these were scalar arguments, Triton would compile specialized kernels for some values.
+    If these were scalar arguments, Triton would compile special kernels for values such as 1.
     """
     return upload([_signed(word), address_of(counter), *unpack("q", pack("d", rate))], device)
 

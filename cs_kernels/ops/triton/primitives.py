@@ -128,7 +128,7 @@ def pointers(address, T: constexpr):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program arrives last; if so, the others' writes are visible to it."""
+    """Whether this program arrives last; if so, it sees the writes of all other programs."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()

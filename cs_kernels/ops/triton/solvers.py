@@ -191,7 +191,7 @@ def _eigen(m, TASKS: constexpr):
     while turning:
         largest = 0.0
         for s in range(TASKS - 1):
-            # A round-robin tournament: the last index is fixed, the others rotate.
+            # A round-robin tournament: the last index is fixed, all other indices rotate.
             partner = (2 * s - task + 2 * (TASKS - 1)) % (TASKS - 1)
             partner = tl.where(task == s, TASKS - 1, partner)
             partner = tl.where(task == TASKS - 1, s, partner)
@@ -236,7 +236,7 @@ def _begin_orders(drawn, TASKS: constexpr):
 
 @triton.jit
 def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
-    """Draws each task's next task j, [TASKS], from its `left` others; returns j and the rest."""
+    """Draws each task's next task j, [TASKS], from `left` other tasks; returns j and the rest."""
     i = tl.arange(0, TASKS)
     position = i[None, :]
     index = splitmix64(gramian_key + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
@@ -248,7 +248,10 @@ def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
-    """PCGrad. Row i projects task i off the others in random order; `drawn` is as in `step_key`."""
+    """PCGrad. Row i projects gradient i off those in conflict with it, in random order.
+
+    `drawn` is as in `step_key`.
+    """
     g, finite = _gramian(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
     position = tl.arange(0, TASKS)[None, :]
@@ -431,7 +434,8 @@ def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * _nash_length(step * inverse_v, decrement)
         turn += 1
-        # Full steps square the decrement until only rounding error is left.
+        # Full Newton steps roughly square the decrement. When it no longer halves, only rounding
+        # error is left: stop.
         falls = (before >= _NASH_FULL) | (decrement < before / 2)
         searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
         before = decrement

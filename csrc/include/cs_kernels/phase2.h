@@ -35,7 +35,7 @@ struct StrengthArguments {
 };
 
 // One shared tensor of the trunk. Without `priority`, its update is the plain sum. With `weight`,
-// the priority is computed and written first; else it is read.
+// the priority is computed and written first; otherwise, it is read.
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;

@@ -598,7 +598,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   const int n = c.size;
   fill(team, weights, g.tasks, 0);
   const double alpha = options.number();
-  const bool of_sums = alpha > 1; // the unknown is s
+  const bool of_sums = alpha > 1; // whether the unknown is s; otherwise, it is v
   const double power = of_sums ? alpha : 1 / alpha;
   const Matrix hessian(n, workspace);
   double* v = workspace.numbers(n);

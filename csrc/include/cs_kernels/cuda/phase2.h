@@ -97,7 +97,7 @@ struct EnergyLaunch {
   const PlannedTensor* tensor;
   std::int64_t items;
   const void* weight;
-  bool aligned; // to 16 bytes
+  bool aligned; // whether `weight` is aligned to 16 bytes
   double* energy;
 };
 Status energies(const EnergyLaunch& launch, Stream stream);
