@@ -467,7 +467,8 @@ class GradientBalancer:
                 missing = [task for task in missing if bool(rows[task].isnan())]
             if missing:
                 raise ValueError(
-                    f"task must get the loss for {self.method!r}, got none for {missing}"
+                    f"loss must be given for {self.method!r}, which reads the losses, got none for"
+                    f" {missing}: call task(name, loss)"
                 ) from error
             self._with_loss.update(tasks)
             step = Step(self._steps, tasks, rows, rows, layers=self._layers)

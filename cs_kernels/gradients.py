@@ -192,9 +192,9 @@ class TaskGradients:
                 continue
             if grad.layout is not strided:
                 raise ValueError(
-                    f"gradients of trunk must be dense, but that of {self.names[i]} has layout"
-                    f" {grad.layout}: use sparse=False, or Sum(), or backward(losses, features=z)"
-                    " with an output z of trunk, which keeps it sparse"
+                    f"gradients of trunk must be dense, but the gradient of {self.names[i]}"
+                    f" has layout {grad.layout}: use sparse=False, or Sum(), or"
+                    " backward(losses, features=z) with an output z of trunk, which keeps it sparse"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
             row[i] = grad if grad._base is None else grad.clone()

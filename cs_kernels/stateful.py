@@ -18,7 +18,9 @@ def check_tensors(
     by_task = state[name]
     if not isinstance(by_task, Mapping) or not set(by_task) <= set(tasks):
         found = list(by_task) if isinstance(by_task, Mapping) else type(by_task).__name__
-        raise ValueError(f"state must have tasks among {list(tasks)} in {name!r}, got {found}")
+        raise ValueError(
+            f"state[{name!r}] must be a mapping with no tasks other than {list(tasks)}, got {found}"
+        )
     for task, tensor in by_task.items():
         if not isinstance(tensor, Tensor) or tensor.shape != tuple(shape):
             got = str(tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__)

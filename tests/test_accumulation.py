@@ -106,7 +106,7 @@ class Loop:
 
 
 def _load_a_part(loop: Loop) -> None:
-    with pytest.raises(ValueError, match="whole state_dict"):
+    with pytest.raises(ValueError, match="complete, unmodified state_dict"):
         loop.opt.load_state_dict({**loop.opt.state_dict(), "steps": None})
 
 

@@ -201,7 +201,7 @@ def gradvac(similarities: Tensor) -> Tensor:
 
 VALUES: list[tuple[Callable[[], object], str]] = [
     (_built_before_the_conversion, r"optimizer must hold.*stem_norm\.depth\.weight"),
-    (_sparse, r"must be dense, but that of .*0\.weight has layout torch\.sparse_coo"),
+    (_sparse, r"must be dense, but the gradient of .*0\.weight has layout torch\.sparse_coo"),
     (_on_two_devices, r"on one device.*trunk.0.weight on cpu.*on meta"),
     (lambda: cs.nn.set_task(NORM, "flow"), "task must be one of.*'flow'"),
     (lambda: cs.nn.active_task(NORM, "flow").__enter__(), "task must be one of.*'flow'"),
@@ -386,7 +386,7 @@ def test_the_active_task_of_every_method(method: cs.Method) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules() -> None:
     trunk = nn.Sequential(torch.jit.script(nn.Linear(3, 4)))
-    with pytest.raises(ValueError, match=r"no traced or scripted module, .*, got 0: use"):
+    with pytest.raises(ValueError, match=r"not contain traced or scripted modules, .* got 0: pass"):
         cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters()), AB, cs.PCGrad())
 
 

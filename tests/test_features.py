@@ -460,7 +460,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     r"features\[1\] depends on features\[0\]": _tokens(lambda z: [z, z.relu()]),
     r"features\[0\] depends on features\[1\]": _tokens(lambda z: [z.tanh().exp(), z]),
     r"features\[0\] depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
-    "a loss must depend on features, but that of 'c'": _tokens(lambda z: z.tanh()),
+    "a loss must depend on features, but the loss of 'c'": _tokens(lambda z: z.tanh()),
     # A skip connection, a tied weight, a layer's second use, another forward pass.
     ALONE + "'b' depends on trunk.embed.(weight|bias)": _past(lambda n: n.trunk.embed(n.x).mean()),
     ALONE + "'b' depends on trunk.embed.weight": _past(
@@ -474,7 +474,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
         {"a": (z := n.features())[1].mean() + z[0].mean()},
         z[1:],
     ),
-    "that of 'c' depends on none": lambda n: (
+    "the loss of 'c' depends on none": lambda n: (
         {"c": n.loss("c", n.features())},
         n.features(),
     ),
@@ -565,7 +565,7 @@ def test_losses_and_features_of_one_compiled_function_are_refused() -> None:
         z = network.features()
         return network.losses(z), z
 
-    match = "a loss must depend on features, but that of 'a'"
+    match = "a loss must depend on features, but the loss of 'a'"
     assert_refused(network.start(cs.CAGrad()), run(), match)
 
 
@@ -630,7 +630,7 @@ def _head_that_is_not_held(network: Network) -> Call:
             RuntimeError,
             "but Nothing",
         ),
-        (_no_gradient_on_the_way, ValueError, "with respect to features, but that of 'b' has"),
+        (_no_gradient_on_the_way, ValueError, "with respect to features, but the loss of 'b' has"),
     ],
 )
 def test_failing_passes(make: Callable[..., Call], error: type[Exception], match: str) -> None:

@@ -68,7 +68,10 @@ def checked_parameters(
             )
         name, p = entry if isinstance(entry, tuple) else (str(n), entry)
         if not isinstance(p, nn.Parameter):
-            raise TypeError(f"parameters must be parameters, got {type(p).__name__} for {name}")
+            where = f"for {name}" if isinstance(entry, tuple) else f"at position {n}"
+            raise TypeError(
+                f"parameters must be torch.nn.Parameter objects, got {type(p).__name__} {where}"
+            )
         found.setdefault(p, name)
     if not found:
         raise ValueError("parameters must have at least one parameter, got none")
@@ -87,7 +90,12 @@ def groups_of(
         if group is not None:
             raise ValueError(f"process_group must be None after fully_shard, got {group!r}")
         if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
-            raise ValueError("parameters must all be sharded on one mesh, or none of them")
+            number = len(set(meshes))
+            raise ValueError(
+                "parameters must either all be sharded, on the same mesh, or all be unsharded, got"
+                f" {len(meshes)} of {len(parameters)} sharded, on {number}"
+                f" {'mesh' if number == 1 else 'meshes'}"
+            )
         return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -103,6 +111,7 @@ def check_agreement(groups: Sequence[Any], facts: object) -> None:
         for rank, others in enumerate(found):
             if others != found[0]:
                 raise ValueError(
-                    "all ranks must have the same tasks, method, every, sketch, seed and shapes of"
-                    f" parameters, got {found[0]} on rank 0 and {others} on rank {rank} of a group"
+                    "all ranks must use the same tasks, method, every=, sketch=, seed= and"
+                    f" parameter shapes, but in a process group, rank 0 uses {found[0]} and rank"
+                    f" {rank} uses {others}"
                 )

@@ -228,8 +228,8 @@ class Features:
         reached = walk([edge_of(loss)], self._edges.keys())
         if not reached.features:
             raise ValueError(
-                f"a loss must depend on features, but that of {task!r} depends on none: were they"
-                " computed in the forward pass of the losses?"
+                f"a loss must depend on features, but the loss of {task!r} depends on none: were"
+                " they computed in the forward pass of the losses?"
             )
         past = reached.nodes & self._trunk
         if past:
@@ -293,8 +293,8 @@ class Features:
                 )[: self.number]
             if all(grad is None for grad in grads):
                 raise ValueError(
-                    f"a loss must have a gradient with respect to features, but that of {task!r}"
-                    " has none"
+                    "a loss must have a gradient with respect to features, but the loss of"
+                    f" {task!r} has none"
                 )
             self.gradients.put_features(task, grads)
 

@@ -83,10 +83,15 @@ class Kept:
         found, layers, weights = state["tasks"], state["layers"], state["weights"]
         checked_integer("number", state["number"], 0, 1 << 63)
         if not found or not set(found) <= set(tasks):
-            raise ValueError(f"state must keep weights of tasks among {list(tasks)}, got {found!r}")
+            raise ValueError(
+                f"state['kept'] must have weights for at least one of {list(tasks)} and for no"
+                f" other task, got weights for {found!r}"
+            )
         shape = (len(layers), len(found)) if layers else (len(found),)
         if weights.shape != shape or not weights.isfinite().all():
-            raise ValueError(f"state must keep finite weights of shape {shape}, got {weights!r}")
+            raise ValueError(
+                f"state['kept'] must have finite weights of shape {shape}, got {weights!r}"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any] | None, trains: Sequence[bool]) -> None:
         """Loads the weights of a `state_dict`.

@@ -157,7 +157,7 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
     same = all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
     if not same or versions != [grad._version for grad in grads if grad is not None]:
         raise RuntimeError(
-            f"closure must leave gradients alone, but that of {task!r} changed one:"
+            f"closure must leave gradients alone, but closure({task!r}) changed one:"
             " leave out zero_grad() and backward()"
         )
 

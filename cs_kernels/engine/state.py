@@ -39,7 +39,8 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     except Exception as error:
         _load(engine, before)
         raise ValueError(
-            f"state must be a whole state_dict, but loading raised {error!r}"
+            "state must be a complete, unmodified state_dict of a matching MultiTaskOptimizer, but"
+            f" loading raised {error!r}"
         ) from error
     # The loaded state may not know all parameters that earlier graphs have shown: check them again.
     engine.graph.forget()

@@ -34,13 +34,14 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             if not hasattr(one, "param_groups") or not callable(getattr(one, "step", None)):
                 raise TypeError(
                     "optimizer must be a torch optimizer or a sequence of them, got"
-                    f" {described(one)}{' in it' if several else ''}"
+                    f" {described(one)}{' in the sequence' if several else ''}"
                 )
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 raise ValueError(
-                    f"optimizer must step without a closure, got {type(one).__name__}: hand"
-                    " over SGD(lr=0) with the same parameters, and call step in its closure"
+                    f"optimizer must step without a closure, got {type(one).__name__}: pass"
+                    " SGD(lr=0) with the same parameters to MultiTaskOptimizer, and call"
+                    f" MultiTaskOptimizer.step inside the closure of {type(one).__name__}"
                 )
             held = set(held_by(one))
             if seen & held:

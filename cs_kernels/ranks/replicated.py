@@ -181,8 +181,8 @@ class Replicated(Distributed):
                 self._had.add(i)
                 if grad.layout is not torch.strided:
                     raise ValueError(
-                        f"gradients of trunk must be dense, but that of {self.gradients.names[i]}"
-                        f" has layout {grad.layout}"
+                        "gradients of trunk must be dense, but the gradient of"
+                        f" {self.gradients.names[i]} has layout {grad.layout}"
                     )
         self._buckets.send(bucket, self._round.parts)
 
@@ -201,10 +201,10 @@ class Replicated(Distributed):
         if late:
             self._overlap.forget()
             raise RuntimeError(
-                "gradients must not change after they were sent to the other ranks, but that of"
-                f" {self.gradients.names[late[0]]} did: either DistributedDataParallel wraps the"
-                " network too (hand over the wrapped network as trunk), or the parameter's layer"
-                " ran more often than in earlier steps, under reentrant checkpointing"
+                "gradients must not change after they were sent to the other ranks, but the"
+                f" gradient of {self.gradients.names[late[0]]} did: either DistributedDataParallel"
+                " wraps the network too (pass the wrapped network as trunk), or the parameter's"
+                " layer ran more often than in earlier steps, under reentrant checkpointing"
             )
         if now.adds:
             assert now.parts is not None

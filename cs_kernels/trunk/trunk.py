@@ -183,8 +183,8 @@ class Trunk:
         ):
             raise ValueError(
                 "trunk must contain every task-specific normalization that runs, but one outside it"
-                f" ran with {module.active!r} active in the loss of {task!r}: hand over the whole"
-                " converted network, or run that part within active_task(part, task)"
+                f" ran with {module.active!r} active in the loss of {task!r}: pass the whole"
+                " converted network as trunk, or run that part within active_task(part, task)"
             )
         self.statistics.first_use(module, task)
         self._on_first_use(module)
@@ -228,7 +228,7 @@ class Trunk:
         """
         self._check_parameters()
         return ValueError(
-            f"a loss must depend on a parameter of trunk, but that of {task!r} depends on none:"
+            f"a loss must depend on a parameter of trunk, but the loss of {task!r} depends on none:"
             f" {_REASONS[self.watcher.ran]}"
         )
 
@@ -273,7 +273,8 @@ class Trunk:
     def check_watched(self) -> None:
         if not self.watcher.tasks and not self.reach.tasks_seen:
             raise RuntimeError(
-                "a forward pass shows which layers are prioritized: call step or trace first"
+                "no forward pass has run yet, so the prioritized layers are not known: call step or"
+                " trace first"
             )
 
     def require_covered(self, method: object) -> None:

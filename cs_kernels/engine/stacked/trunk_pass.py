@@ -271,7 +271,7 @@ class TrunkPass:
             ends = [self._edges[edge] for edge in reached.features]
             if None in ends or any(map(is_task_layer, reached.nodes)):
                 raise ValueError(
-                    f"a loss must depend on the trunk through what run returns, but that of"
+                    "a loss must depend on the trunk through what run returns, but the loss of"
                     f" {task!r} depends on another tensor of the trunk, which has the batches"
                     " of all tasks: let the trunk return it, or use step"
                 )
@@ -279,11 +279,12 @@ class TrunkPass:
             if others:
                 raise ValueError(
                     "a loss must depend on the outputs of its own task for step_together, but"
-                    f" that of {task!r} depends on those of {min(others)!r}: use step"
+                    f" the loss of {task!r} depends on the outputs of {min(others)!r}: use step"
                 )
             if not ends and trains:
                 raise ValueError(
-                    f"a loss must depend on an output of run, but that of {task!r} depends on none"
+                    f"a loss must depend on an output of run, but the loss of {task!r} depends on"
+                    " none"
                 )
             outputs.append((task, frozenset(end[1] for end in ends if end is not None)))
         return Pattern(tuple(outputs), frozenset([*self._stack.layers, *self._norms_ran]))
@@ -350,7 +351,7 @@ class TrunkPass:
             uses = self._uses()
             for leaf in taken:
                 if uses[leaf] > 1:
-                    raise used_otherwise(name_of(leaf), "several times or in another way")
+                    raise used_otherwise(name_of(leaf), "more than once or outside such a layer")
 
     @property
     def layers(self) -> dict[Tensor, tuple[nn.Parameter, ...]]:
@@ -364,7 +365,7 @@ class TrunkPass:
         modules: dict[str, list[Tensor]] = {}
         for parameter in taken:
             if uses[cast("nn.Parameter", parameter)] > 1:
-                raise used_otherwise(name_of(parameter), "several times")
+                raise used_otherwise(name_of(parameter), "more than once")
             modules.setdefault(name_of(parameter).rpartition(".")[0], []).append(parameter)
         for parameters in modules.values():
             if not set(layer_of.get(parameters[0], ())).issuperset(parameters):
