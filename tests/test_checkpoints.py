@@ -156,10 +156,10 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
         ({**good, "tasks": ["b", "a"]}, r"of tasks \['a', 'b'\], got \['b', 'a'\]"),
         (
             {**good, "kept": ({"number": 4},)},
-            r"a whole state_dict, .*KeyError\('tasks'",
+            r"unmodified state_dict .*KeyError\('tasks'",
         ),
-        ({**good, "weighting": half_weighting}, r"a whole state_dict, .*KeyError\('means'"),
-        ({**good, "steps": None}, "a whole state_dict"),
+        ({**good, "weighting": half_weighting}, r"unmodified state_dict .*KeyError\('means'"),
+        ({**good, "steps": None}, "unmodified state_dict"),
         ({**good, "reach": (reach,)}, "shared parameters of trunk, got 'nowhere.weight'"),
     ):
         with pytest.raises(ValueError, match=message):
