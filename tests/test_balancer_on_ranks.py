@@ -129,7 +129,7 @@ def _bad_calls(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"backward\(losses\) must run in one process, got 2"):
         balancer.backward({"a": network(torch.ones(2, 4)).sum()})
     tasks = TASKS[::-1] if rank else TASKS
-    with pytest.raises(ValueError, match=r"all ranks must have the same tasks, .*on rank 1 of"):
+    with pytest.raises(ValueError, match=r"all ranks must use the same tasks, .*and rank 1 uses"):
         cs.GradientBalancer(nn.Linear(2, 2).parameters(), tasks)
     with pytest.raises(TypeError, match=r"must be in one process to be copied"):
         balancer.__getstate__()

@@ -292,7 +292,7 @@ def test_a_wrapped_trunk_that_is_handed_over_plain(rank: int) -> list[Tensor]:
 
 MESSAGES = {
     "static graph": "DistributedDataParallel must be built without static_graph=True",
-    "no group": "process_group must be that of the DistributedDataParallel",
+    "no group": "process_group must be the process group of the DistributedDataParallel",
     "other ranks": "process_group must have the ranks of the DistributedDataParallel around trunk,"
     r" \[0, 1\], got \[RANK\]$",
 }

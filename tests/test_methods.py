@@ -315,7 +315,7 @@ def test_a_sum_of_separate_gradients() -> None:
     assert [report.method for report in reports] == ["Sum()", "Sum(separate=True)"]
     many = [f"t{n}" for n in range(65)]
     optimizer_of(nn.Linear(2, 2), cs.Sum(), tasks=many)
-    with pytest.raises(ValueError, match=r"at most 64 for Sum\(separate=True\), got 65"):
+    with pytest.raises(ValueError, match=r"at most 64 tasks for Sum\(separate=True\), got 65"):
         optimizer_of(nn.Linear(2, 2), cs.Sum(separate=True), tasks=many)
 
 

@@ -62,7 +62,7 @@ ACTIONS: dict[str, Callable[[Loop], object]] = {
     "c": lambda loop: nn.utils.clip_grad_norm_(loop.trunk.parameters(), 1e-3),
     "n": lambda loop: nn.utils.get_total_norm([p.grad for p in loop.trunk.parameters()]),
 }
-OWN = "those of weight and . others come from a loss of your own .*: add this"
+OWN = "gradients of weight and . others come from a loss of your own .*: add this"
 OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) and . others .* a loss of your own .*: add this"
 CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has already used the update in \.grad"

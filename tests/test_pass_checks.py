@@ -466,7 +466,7 @@ def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method], place:
     weight = network.trunk["first"].weight
     node = _node_of(weight)
     CHANGING[place](weight, lambda p: setattr(p, "grad", p.grad + p.detach()))
-    with pytest.raises(RuntimeError, match=r"changed those of first.weight.*register_hook"):
+    with pytest.raises(RuntimeError, match=r"changed the gradients of first.weight.*register_hook"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
 
@@ -477,7 +477,9 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
     weight = network.trunk["first"].weight
     node = _node_of(weight)
     node.register_prehook(lambda grads: (grads[0] + 0.1 * weight.detach(),))
-    with pytest.raises(RuntimeError, match=r"hook has changed those of first.weight and 0 others"):
+    with pytest.raises(
+        RuntimeError, match=r"has changed the gradients of first.weight and 0 others"
+    ):
         network.make("backward")
 
 
@@ -526,7 +528,9 @@ def test_a_hook_that_moves_gradients(how: str, method: type[cs.Method]) -> None:
 
     for parameter in last.parameters():
         parameter.register_post_accumulate_grad_hook(move)
-    with pytest.raises(RuntimeError, match=r"but those of last.weight and 1 others are gone after"):
+    with pytest.raises(
+        RuntimeError, match=r"gradients of last.weight and 1 others are gone after the pass"
+    ):
         network.make(how)
 
 

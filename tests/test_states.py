@@ -109,7 +109,7 @@ WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
     ("kept", (*KEPT, "tasks"), ("x",), "task weights for tasks of"),
     ("kept", (*KEPT, "number"), -1, "number"),
     ("GradVac", (*METHOD, "targets"), NAN, "finite targets of shape"),
-    ("GradVac", (*METHOD, "tasks"), ("x", "y", "z"), "among"),
+    ("GradVac", (*METHOD, "tasks"), ("x", "y", "z"), "no tasks other than"),
     ("Clipped", (*METHOD, "state", "targets"), NAN, "finite targets"),
     ("FAMO", (*WEIGHTING, "logits", "a"), MISSING, "same tasks"),
     ("FAMO", (*WEIGHTING, "last", "a"), MISSING, "same tasks"),

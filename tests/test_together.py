@@ -427,7 +427,7 @@ TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "sums behind": mixes(lambda y: y.flip(0).cumsum(0).flip(0)),
     "time": (over_time, OF_ANOTHER),
     "sorts": (lambda net, x: net.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
-    "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "several times"),
+    "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "more than once"),
     "minus": (lambda net, x: net.normed(x) + linear(x, net.layer.weight - 1), r"in (sub|__sub__)"),
     "counts": (counts, "must not change its buffers"),
     "scalar": (lambda net, x: torch.aminmax(net.normed(x)), r"output of trunk has .* shape \(\)"),
@@ -439,8 +439,8 @@ BEHIND: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
     "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
     "split": (lambda net, y: linear(y, net.two.weight) + net.two.bias, "two.bias .* used in "),
-    "mixed": (lambda net, y: net.two(linear(y, net.two.weight, net.layer.bias)), "several times"),
-    "tied": (lambda net, y: linear(net.two(y), net.two.weight), "two.weight .* several times"),
+    "mixed": (lambda net, y: net.two(linear(y, net.two.weight, net.layer.bias)), "more than once"),
+    "tied": (lambda net, y: linear(net.two(y), net.two.weight), "two.weight .* more than once"),
     "cloned": (lambda net, y: net.two(linear(y, net.two.weight.clone())), "weight .* in clone"),
     "grid behind": (lambda net, y: y + net.two(GRID).mean(0), AT_GRID),
 }
@@ -582,7 +582,7 @@ FREE, INPUT = nn.Parameter(torch.ones(()).double()), pictures().requires_grad_()
 PENALTY = "as for a gradient penalty: use step"
 # `net.other` is the weight of `net[3]` outside passes; `net.outputs` are outputs of layers.
 FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
-    "crossed": (lambda net, run: crossed(run), "that of 'b' depends on those of 'a'"),
+    "crossed": (lambda net, run: crossed(run), "the loss of 'b' depends on the outputs of 'a'"),
     "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),
     "missing": (lambda net, run: {"a": run(X)["a"].mean()}, r"every task, \['a', 'b'\], got"),
     "outputs": (lambda net, run: run(X), "must hold a real scalar"),

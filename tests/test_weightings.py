@@ -718,11 +718,11 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.SmoothTchebycheff(warmup=-1), "warmup must be at least 0, got -1"),
     (lambda: cs.FAMO(lr=float("nan")), "lr must be positive and finite, got nan"),
     (lambda: cs.FAMO(decay=-1), "decay must be finite and at least 0, got -1"),
-    (lambda: cs.FAMO(minima=[0.0]), r"minima must be a mapping.*\[0.0\]"),
+    (lambda: cs.FAMO(minima=[0.0]), r"minima must be a mapping from task to minimum.*\[0.0\]"),
     (lambda: cs.FAMO(minima={"a": "x"}), "minima must be finite, got 'x' for 'a'"),
     (
         lambda: started(weighting=cs.FAMO(minima={"a": 0.5})),
-        r"minima must be of tasks among \['depth', 'normals', 'edges'\], got 'a'",
+        r"minima must have no tasks other than \['depth', 'normals', 'edges'\], got 'a'",
     ),
     (lambda: cs.GradNorm(alpha=-0.5), "alpha must be finite and at least 0"),
     (lambda: cs.GradNorm(lr=0), "lr must be positive and finite, got 0"),

@@ -118,6 +118,6 @@ class Accumulation:
         name = self._gradients.name_of(changed[0])
         raise RuntimeError(
             "the gradients of backward(..., update=False) must stay unchanged until the update, but"
-            f" that of {name} was changed: clip, unscale or add your own gradient only after the"
-            " update"
+            f" the gradient of {name} was changed: clip, unscale or add your own gradient only"
+            " after the update"
         )

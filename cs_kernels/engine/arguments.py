@@ -57,7 +57,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
                 if task not in norm.tasks:
                     raise ValueError(
                         f"tasks must be known to every task-specific normalization of trunk:"
-                        f" {name or 'it'} knows {list(norm.tasks)}, got {task!r}"
+                        f" {name or 'trunk itself'} knows {list(norm.tasks)}, got {task!r}"
                     )
     check_method(method, trunk, tasks)
 
@@ -96,7 +96,9 @@ def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], meth
         raise ValueError(f"trunk must be on one device for {method!r}, got {found}")
     on_gpu = any(device.type == "cuda" for device in first)
     if method.separate_gradients and on_gpu and len(tasks) > MOST_TASKS:
-        raise ValueError(f"tasks must be at most {MOST_TASKS} on a GPU, got {len(tasks)}")
+        raise ValueError(
+            f"tasks must name at most {MOST_TASKS} tasks on a GPU for {method!r}, got {len(tasks)}"
+        )
 
 
 def check_dtypes(shared: Mapping[str, nn.Parameter], method: Method) -> None:

@@ -181,11 +181,11 @@ class LoopGuard:
             name = self._gradients.name_of(own[0])
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
-                f" set them to None first, but those of {name} and {len(own) - 1} others come from"
-                " a loss of your own (or of another optimizer's): add this loss to a task's, or"
-                " call its backward() between opt.backward(...) and optimizer.step(); or drop it by"
-                " zero_grad(). (Clipping belongs before optimizer.step(), too; get_total_norm reads"
-                " a norm)"
+                f" set them to None first, but the gradients of {name} and {len(own) - 1} others"
+                " come from a loss of your own (or of another optimizer's): add this loss to a"
+                " task's, or call its backward() between opt.backward(...) and optimizer.step(); or"
+                " drop it by zero_grad(). (Clipping belongs before optimizer.step(), too;"
+                " get_total_norm reads a norm)"
             )
         self._check_other_used()
         self._check_update_used()

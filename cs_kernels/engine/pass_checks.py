@@ -118,9 +118,9 @@ class PassChecks:
         if changed:
             raise RuntimeError(
                 f"a backward pass must not change parameters, but {changed[0]} and"
-                f" {len(changed) - 1} others changed during that of {new[0]!r}: hooks must not step"
-                " an optimizer, since the one passed as optimizer does; remove the hook, and load"
-                f" the last checkpoint{_OFF}"
+                f" {len(changed) - 1} others changed during the pass of {new[0]!r}: hooks must not"
+                " step an optimizer, since the one passed as optimizer does; remove the hook, and"
+                f" load the last checkpoint{_OFF}"
             )
         self._check_left(new[0], expected)
         now = _attributes(names)
@@ -151,10 +151,10 @@ class PassChecks:
         if changed:
             raise RuntimeError(
                 "a backward pass must leave gradients in .grad as it has made them, but in the pass"
-                f" of {task!r} a hook has changed those of {changed[0]} and {len(changed) - 1}"
-                " others: the hook runs in every task's pass, and sees sums where gradients add up;"
-                " use register_hook, which sees the gradient of one pass, or a hook of the torch"
-                f" optimizer, which sees the update{_OFF}"
+                f" of {task!r} a hook has changed the gradients of {changed[0]} and"
+                f" {len(changed) - 1} others: the hook runs in every task's pass, and sees sums"
+                " where gradients add up; use register_hook, which sees the gradient of one pass,"
+                f" or a hook of the torch optimizer, which sees the update{_OFF}"
             )
 
     def collected(self, task: str, unreached: Iterable[int]) -> None:
@@ -170,10 +170,10 @@ class PassChecks:
     def _check_moved(self, task: str, moved: Sequence[int]) -> None:
         if moved:
             raise RuntimeError(
-                "a backward pass must leave gradients in .grad, but those of"
-                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others are gone after that of"
-                f" {task!r}: a hook has moved them, so the method would not see them; remove the"
-                f" hook, or freeze these parameters{_OFF}"
+                "a backward pass must leave gradients in .grad, but the gradients of"
+                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others are gone after the"
+                f" pass of {task!r}: a hook has moved them, so the method would not see them;"
+                f" remove the hook, or freeze these parameters{_OFF}"
             )
 
     def end_passes(self) -> None:

@@ -34,7 +34,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             if not hasattr(one, "param_groups") or not callable(getattr(one, "step", None)):
                 raise TypeError(
                     "optimizer must be a torch optimizer or a sequence of them, got"
-                    f" {described(one)}{' in it' if several else ''}"
+                    f" {described(one)}{' in the sequence' if several else ''}"
                 )
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:

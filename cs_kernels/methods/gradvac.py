@@ -134,7 +134,10 @@ class GradVac(GramianMethod):
         number, targets = len(state["tasks"]), state["targets"]
         shape = len(state["layers"]), number, number
         if not set(state["tasks"]) <= set(tasks):
-            raise ValueError(f"state must have tasks among {list(tasks)}, got {state['tasks']!r}")
+            raise ValueError(
+                f"state must have targets for no tasks other than {list(tasks)}, got"
+                f" {state['tasks']!r}"
+            )
         if targets is not None and (targets.shape != shape or not targets.isfinite().all()):
             raise ValueError(f"state must have finite targets of shape {shape}, got {targets!r}")
 

@@ -50,7 +50,7 @@ class Method(Stateful, ABC):
         """Raises ValueError if the method cannot handle these tasks."""
         if self.most_tasks is not None and len(tasks) > self.most_tasks:
             raise ValueError(
-                f"tasks must be at most {self.most_tasks} for {self!r}, got {len(tasks)}"
+                f"tasks must name at most {self.most_tasks} tasks for {self!r}, got {len(tasks)}"
             )
 
     @abstractmethod

@@ -72,7 +72,7 @@ class Monitor:
             )
         if len(gradients.tasks) > MOST_TASKS:
             raise ValueError(
-                f"tasks must be at most {MOST_TASKS} for count_conflicts, got"
+                f"tasks must name at most {MOST_TASKS} tasks for count_conflicts, got"
                 f" {len(gradients.tasks)}"
             )
         self.counter = ConflictCounter(gradients, threshold)

@@ -111,8 +111,8 @@ class DynamicWeightAverage(Weighting):
         valid = {*means, *weights} <= set(tasks) and all(map(is_finite_number, numbers))
         if not valid or any(len(epochs) not in (1, 2) for epochs in means.values()):
             raise ValueError(
-                f"state must have one or two finite means and a finite weight of tasks among"
-                f" {list(tasks)}, got {means!r} and {weights!r}"
+                "state must have one or two finite means and a finite weight per task, and no tasks"
+                f" other than {list(tasks)}, got means {means!r} and weights {weights!r}"
             )
 
     def captured_state(self) -> list[Tensor]:

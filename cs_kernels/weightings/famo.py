@@ -69,7 +69,7 @@ class FAMO(LastLosses):
         if not (is_finite_number(decay) and decay >= 0):
             raise ValueError(f"decay must be finite and at least 0, got {decay!r}")
         if minima is not None:
-            check_mapping("minima", minima)
+            check_mapping("minima", minima, "minimum")
             for task, minimum in minima.items():
                 if not is_finite_number(minimum):
                     raise ValueError(f"minima must be finite, got {minimum!r} for {task!r}")
@@ -84,7 +84,9 @@ class FAMO(LastLosses):
         """Checks that every minimum belongs to a task."""
         for task in self.minima:
             if task not in tasks:
-                raise ValueError(f"minima must be of tasks among {list(tasks)}, got {task!r}")
+                raise ValueError(
+                    f"minima must have no tasks other than {list(tasks)}, got {task!r}"
+                )
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
         """Float64 [K]: the weights (z / D) / sum(z / D)."""

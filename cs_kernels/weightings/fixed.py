@@ -21,7 +21,7 @@ class FixedWeights(Weighting):
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        check_mapping("weights", weights)
+        check_mapping("weights", weights, "weight")
         for task, weight in weights.items():
             if not is_finite_number(weight):
                 raise ValueError(f"weights must be finite, got {weight!r} for {task!r}")

@@ -33,7 +33,7 @@ class UncertaintyWeights(Weighting):
         tasks: Mapping[str, Literal["regression", "classification"]],
         device: torch.device | str | None = None,
     ) -> None:
-        check_mapping("tasks", tasks)
+        check_mapping("tasks", tasks, "'regression' or 'classification'")
         for task, kind in tasks.items():
             if kind not in ("regression", "classification"):
                 raise ValueError(

@@ -62,7 +62,7 @@ class Weighting(Stateful, ABC):
         del step
 
 
-def check_mapping(name: str, value: object) -> None:
+def check_mapping(name: str, value: object, of_task: str) -> None:
     """Raises TypeError unless the value is a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping from task to value, got {value!r}")

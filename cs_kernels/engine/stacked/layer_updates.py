@@ -96,7 +96,7 @@ class LayerUpdates:
         """Takes a parameter's gradients, one after the other, in the order of the step's tasks."""
         index = self.taken[parameter]
         if index in self._handed:
-            raise used_otherwise(self.name_of(parameter), "several times")
+            raise used_otherwise(self.name_of(parameter), "more than once")
         self._handed.add(index)
         self._waiting.append(index)
         for task, grad in zip(self._step.tasks, grads, strict=True):
@@ -137,6 +137,6 @@ class LayerUpdates:
 def used_otherwise(name: str, how: str) -> ValueError:
     """The error for a parameter that is not used by exactly one layer."""
     return ValueError(
-        f"trunk must use {name} in one convolution or linear layer only, where step_together makes"
-        f" its update, but it is used {how}: use step"
+        f"trunk must use {name} in exactly one call of a convolution or linear layer for"
+        f" step_together, but it is used {how}: call step instead"
     )

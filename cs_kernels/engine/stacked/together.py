@@ -184,7 +184,7 @@ class _Together:
             )
         if set(losses) != set(tasks):
             raise ValueError(
-                f"forward must return the loss of every task, {list(tasks)}, got those of"
+                f"forward must return the loss of every task, {list(tasks)}, got losses for"
                 f" {list(losses)}"
             )
 
@@ -274,7 +274,7 @@ def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
             add_note(error, "in Phase 1, run gives one task's output: iterate over its items()")
         raise
     if task not in losses:
-        raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
+        raise ValueError(f"forward must return the loss of {task!r}, got losses for {[*losses]}")
     return losses[task]
 
 

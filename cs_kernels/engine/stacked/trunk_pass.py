@@ -279,7 +279,7 @@ class TrunkPass:
             if others:
                 raise ValueError(
                     "a loss must depend on the outputs of its own task for step_together, but"
-                    f" that of {task!r} depends on those of {min(others)!r}: use step"
+                    f" the loss of {task!r} depends on the outputs of {min(others)!r}: use step"
                 )
             if not ends and trains:
                 raise ValueError(
@@ -351,7 +351,7 @@ class TrunkPass:
             uses = self._uses()
             for leaf in taken:
                 if uses[leaf] > 1:
-                    raise used_otherwise(name_of(leaf), "several times or in another way")
+                    raise used_otherwise(name_of(leaf), "more than once or outside such a layer")
 
     @property
     def layers(self) -> dict[Tensor, tuple[nn.Parameter, ...]]:
@@ -365,7 +365,7 @@ class TrunkPass:
         modules: dict[str, list[Tensor]] = {}
         for parameter in taken:
             if uses[cast("nn.Parameter", parameter)] > 1:
-                raise used_otherwise(name_of(parameter), "several times")
+                raise used_otherwise(name_of(parameter), "more than once")
             modules.setdefault(name_of(parameter).rpartition(".")[0], []).append(parameter)
         for parameters in modules.values():
             if not set(layer_of.get(parameters[0], ())).issuperset(parameters):
