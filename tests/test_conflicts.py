@@ -439,7 +439,7 @@ def test_refusals() -> None:
         (partial(load, renamed), r"shared parameters of trunk, got 'nowhere\.weight'"),
         (load, "complete state_dict"),
         (summed.count_conflicts, r"got Sum\(\).*use cs\.Sum\(separate=True\)"),
-        (many.count_conflicts, "at most 64 for count_conflicts, got 65"),
+        (many.count_conflicts, "at most 64 tasks for count_conflicts, got 65"),
     ):
         with refused(lambda: numbers_of(opt)[1:3], ValueError, message):
             call()
