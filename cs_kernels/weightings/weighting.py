@@ -65,7 +65,7 @@ class Weighting(Stateful, ABC):
 def check_mapping(name: str, value: object, of_task: str) -> None:
     """Raises TypeError unless the value is a mapping."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping from task to value, got {value!r}")
+        raise TypeError(f"{name} must be a mapping from task to {of_task}, got {value!r}")
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:
