@@ -93,7 +93,7 @@ class GradientBalancer:
         check_passes: bool = True,
     ) -> None:
         self.tasks = checked_tasks(tasks)
-        self.method, self._weights_of = checked_method(method, self.tasks)
+        self._method, self._weights_of = checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
         self.scaler = scaler
         inner = torch_optimizer(optimizer)
@@ -271,6 +271,11 @@ class GradientBalancer:
             self._restart()
 
     # --- results and state ---
+
+    @property
+    def method(self) -> Method:
+        """The method, which cannot be replaced: build another balancer."""
+        return self._method
 
     @property
     def weights(self) -> dict[str, Tensor]:

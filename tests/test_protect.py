@@ -149,6 +149,7 @@ def test_batches_with_labels_for_some_tasks() -> None:
         (lambda: cs.Protect("a", levels={"a": 1}), "leave out the protected 'a', got 1"),
         (lambda: cs.Protect("a", levels={"b": -1}), r"levels\['b'\] must be at least 0, got -1"),
         (lambda: cs.Protect("a", levels={"b": 0.5}), r"levels\['b'\] must be an integer, got 0.5"),
+        (lambda: cs.Protect("a", levels=["b"]), r"mapping from task to level, got \['b'\]"),
         (lambda: cs.Protect("a", constraint_only=2), "constraint_only must be True or False"),
         (lambda: cs.Protect("a").check(["b", "c"]), r"name tasks among \['b', 'c'\], got 'a'"),
         (lambda: cs.Protect("a", "b").check(["a", "b"]), "must leave tasks unprotected"),
@@ -174,7 +175,34 @@ def test_a_method_that_replaces_another_is_checked() -> None:
     for method, message in (
         (cs.Protect("c"), r"name tasks among \['a', 'b'\], got 'c'"),
         (cs.ConnectionStrength(), "trunk must have task-specific normalization"),
+        (cs.Protect, r"method must be a method such as cs.PCGrad\(\), got the class Protect"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             opt.method = method
     assert repr(opt.method) == "Protect('a')"
+
+
+def test_a_method_replaces_another_between_steps_alone() -> None:
+    torch.manual_seed(0)
+    trunk, x = nn.Linear(3, 2), torch.randn(4, 3)
+    opt = optimizer_of(trunk, cs.Protect("a", update_every=9))
+
+    def losses() -> dict[str, Tensor]:
+        y = trunk(x)
+        return {"a": y.square().mean(), "b": -y.mean()}
+
+    opt.backward(losses(), update=False)
+    with pytest.raises(RuntimeError, match="method must not change while gradients of backward"):
+        opt.method = cs.Protect("b")
+    opt.backward(losses())
+    opt.optimizer.step()
+    opt.method = cs.Protect("b", update_every=9)
+    rows = gradient_rows([*trunk.parameters()], losses().values())
+    opt.backward(losses())
+    expected = rows[1] + _projected(rows[0], rows[1:])
+    torch.testing.assert_close(flat_grad(trunk), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gramian_in_float32() -> None:
+    gramian, step = torch.tensor([[4.0, -2.0], [-2.0, 9.0]]), cs.Step(0, ("p", "q"))
+    assert cs.Protect("p").weights(gramian, step).tolist() == pytest.approx([1.5, 1.0], rel=1e-6)

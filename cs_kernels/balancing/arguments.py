@@ -108,7 +108,7 @@ def check_agreement(groups: Sequence[Any], facts: object) -> None:
         for rank, others in enumerate(found):
             if others != found[0]:
                 raise ValueError(
-                    "all ranks must have the same tasks, method, every=, sketch=, seed= and"
-                    f" parameter shapes, but rank 0 of a group has {found[0]} and rank {rank} has"
+                    "all ranks must use the same tasks, method, every=, sketch=, seed= and"
+                    f" parameter shapes, but rank 0 of a group uses {found[0]} and rank {rank} uses"
                     f" {others}"
                 )

@@ -64,6 +64,8 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
 
 def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None:
     """Raises if the method does not fit the tasks, or needs normalizations that are not there."""
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a method such as cs.PCGrad(), got {described(method)}")
     method.check(tasks)
     if method.prioritizes and not task_norms(trunk):
         raise ValueError(

@@ -76,7 +76,7 @@ class Engine:
         self.trunk = trunk
         self.optimizers = optimizers
         self.ranks = ranks
-        self.method = method
+        self._method = method
         self.schedule = schedule
         self.weighting = weighting
         self.pass_checks = PassChecks(trunk, enabled=check_passes, alone=not ranks.is_distributed)
@@ -323,7 +323,13 @@ class Engine:
     @method.setter
     def method(self, method: Method) -> None:
         check_method(method, self.trunk.module, self.trunk.tasks)
+        if self.accumulation.is_open():
+            raise RuntimeError(
+                "method must not change while gradients of backward(..., update=False) wait for"
+                f" their update, got {method!r}: end these with backward(...) first"
+            )
         self._method = method
+        self.kept.forget()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -40,7 +40,7 @@ class Protect(GramianMethod):
         ValueError: No task is protected, `levels` repeats a protected task, or an option has an
             invalid value. `MultiTaskOptimizer` and `GradientBalancer` raise it for unknown tasks,
             and if all tasks are protected.
-        TypeError: A task is not a string, or a level not an integer.
+        TypeError: A task is not a string, `levels` not a mapping, or a level not an integer.
 
     Examples:
         >>> method = cs.Protect("retain")
@@ -63,6 +63,8 @@ class Protect(GramianMethod):
             if not isinstance(task, str):
                 raise TypeError(f"tasks must be names, as in Protect('a', 'b'), got {task!r}")
         self.levels = dict.fromkeys(tasks, 0)
+        if levels is not None and not isinstance(levels, Mapping):
+            raise TypeError(f"levels must be a mapping from task to level, got {levels!r}")
         for task, level in (levels or {}).items():
             if task in self.levels:
                 raise ValueError(f"levels must leave out the protected {task!r}, got {level}")
@@ -102,6 +104,7 @@ class Protect(GramianMethod):
         """
         if step is None:
             raise ValueError(f"step must have the names of the tasks for {self!r}")
+        gramian = gramian.double()
         level_of = self._level_of(step.tasks)
         first = 0.0 if self.constraint_only else 1.0
         weights = [

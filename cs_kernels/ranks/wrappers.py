@@ -66,7 +66,8 @@ class Wrappers:
     def _check_ranks(self, module: Any) -> None:
         if self._ranks == []:
             raise ValueError(
-                "process_group must be that of the DistributedDataParallel around trunk, got None:"
+                "process_group must be the process group of the DistributedDataParallel around"
+                " trunk, got None:"
                 " pass the wrapped network as trunk, or give"
                 " process_group=torch.distributed.group.WORLD"
             )
