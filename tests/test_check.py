@@ -56,9 +56,10 @@ def test_a_fault_is_a_result(pair: tuple[str, str], fault: str, outcome: str, de
 
 def test_a_hang_is_a_result(pair: tuple[str, str]) -> None:
     """The detail says where it hangs."""
-    results = examine(pair, "hang", seconds=10)
+    seconds = 60 if pair[0] == "triton" else 10  # The interpreter is slow on a loaded machine.
+    results = examine(pair, "hang", seconds=seconds)
     assert [r.outcome for r in results] == ["ok", "hang", "ok"]
-    assert re.match(r"(?s)no answer within 10 s\n.*in _hang\n", results[1].detail)
+    assert re.match(rf"(?s)no answer within {seconds} s\n.*in _hang\n", results[1].detail)
 
 
 def test_a_backend_that_keeps_crashing_is_abandoned() -> None:
