@@ -1,5 +1,6 @@
-"""Checks of numeric options of methods, schedules and weightings."""
+"""Checks of options of methods, schedules and weightings."""
 
+from collections.abc import Mapping
 from math import isfinite
 from numbers import Real
 from operator import index
@@ -36,3 +37,9 @@ def checked_seed(seed: SupportsIndex) -> int:
 def is_finite_number(value: object) -> bool:
     """Whether the value is a real number, neither infinite nor NaN."""
     return isinstance(value, Real) and isfinite(value)
+
+
+def check_mapping(name: str, value: object, of_task: str) -> None:
+    """Raises TypeError unless the value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping from task to {of_task}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Which builds get CUDA kernels; setup.py decides before it compiles."""
+"""Builds with and without CUDA kernels: setup.py decides before it compiles."""
 
 import os
 import re

@@ -170,7 +170,7 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
 
 
 def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
-    """What tasks reach is that of the state, and then of the next passes."""
+    """The state says which task reaches what, until the next passes do."""
     trunk, x = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)}), torch.randn(8, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.PCGrad())
 

@@ -104,7 +104,7 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
-    """It belongs to the task that uses it; a parameter that nobody uses keeps None."""
+    """A head belongs to the task that uses it; a parameter without a user keeps None."""
     layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
     norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 

@@ -1,6 +1,6 @@
 """`Protect`: closed forms, laws, levels, and batches with labels for some tasks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import pytest
@@ -156,9 +156,9 @@ def test_batches_with_labels_for_some_tasks() -> None:
         (lambda: cs.Protect("a").weights(torch.eye(2)), "step must have the names of the tasks"),
     ],
 )
-def test_wrong_arguments(make: object, message: str) -> None:
+def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_repr_gives_an_equal_method() -> None:

@@ -1,4 +1,4 @@
-"""What the package uses of torch beyond its documentation; failures name the file that uses it."""
+"""Undocumented parts of torch that the package uses; a failure names the file that uses one."""
 
 import inspect
 

@@ -117,7 +117,7 @@ def test_metrics_and_losses_of_perfect_outputs():
 
 
 def test_average_precision_by_hand():
-    """Of two digits, one is found first, then a false one, then the other."""
+    """An image of two digits: one is found, then a wrong digit, then the other one."""
     boxes = [torch.tensor([[2.0, 2, 18, 18, 3], [40.0, 10, 56, 26, 7]])]
     output = torch.full((1, CLASSES + 4, 8, 16), -20.0)
 

@@ -13,6 +13,13 @@ from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
 
+_A_METHOD = "a method such as cs.PCGrad()"
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {example}, got {described(value)}")
+
 
 def check_kinds(
     method: object,
@@ -23,12 +30,11 @@ def check_kinds(
 ) -> None:
     """Raises TypeError for an argument of the wrong kind, such as a class in place of an object."""
     for name, value, kind, example in (
-        ("method", method, Method, "a method such as cs.PCGrad()"),
+        ("method", method, Method, _A_METHOD),
         ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
         ("weighting", weighting, Weighting, "a weighting such as cs.EqualWeights()"),
     ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be {example}, got {described(value)}")
+        _check_kind(name, value, kind, example)
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
     if backward is not None and not callable(backward):
@@ -64,8 +70,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
 
 def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None:
     """Raises if the method does not fit the tasks, or needs normalizations that are not there."""
-    if not isinstance(method, Method):
-        raise TypeError(f"method must be a method such as cs.PCGrad(), got {described(method)}")
+    _check_kind("method", method, Method, _A_METHOD)
     method.check(tasks)
     if method.prioritizes and not task_norms(trunk):
         raise ValueError(

@@ -266,8 +266,9 @@ class Engine:
 
     def apply(self) -> None:
         """Steps the torch optimizers."""
-        with self.guard.stepping():
+        with self.guard.during("steps"):
             self.optimizers.step(self.scaler)
+        self.guard.note_steps()
 
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
         """Steps the torch optimizers for the last time in a step; returns the losses.

@@ -8,7 +8,7 @@ unused gradient from elsewhere, such as that of a loss that is not a task's.
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,10 +103,8 @@ class LoopGuard:
         """The indices of the optimizers with our step hooks."""
         self._replayed = False
         """Whether a CUDA graph has written the gradients, which then have no marks."""
-        self._passes = False
-        """Whether passes of `MultiTaskOptimizer.step` run."""
-        self._steps = False
-        """Whether `MultiTaskOptimizer.step` steps the torch optimizers."""
+        self._now: Literal["passes", "steps"] | None = None
+        """What `MultiTaskOptimizer.step` does now: passes, or the torch optimizers' steps."""
         self._notice_steps()
         self._mark()
 
@@ -117,14 +115,8 @@ class LoopGuard:
         for mark in map(_mark_on, self._optimizers):
             mark.owner = None if mark.owner is self._owner else mark.owner
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Wraps the step of the torch optimizers in `MultiTaskOptimizer.step`."""
-        self._steps = True
-        try:
-            yield
-        finally:
-            self._steps = False
+    def note_steps(self) -> None:
+        """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
         self._accumulation.forget_dropped()
         self._updated.update(range(len(self._optimizers)))
         self._mark()
@@ -148,13 +140,13 @@ class LoopGuard:
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Wraps the passes of `MultiTaskOptimizer.step`, during which no optimizer may step."""
-        self._passes = True
+    def during(self, now: Literal["passes", "steps"]) -> Iterator[None]:
+        """Wraps passes of `MultiTaskOptimizer.step`, or its steps of the torch optimizers."""
+        self._now = now
         try:
             yield
         finally:
-            self._passes = False
+            self._now = None
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
@@ -245,7 +237,7 @@ class LoopGuard:
         this = weakref.proxy(self)  # The optimizer must not keep the guard alive.
 
         def refuse(n: int) -> None:
-            if this._passes:
+            if this._now == "passes":
                 raise RuntimeError(
                     "closure must not step the optimizer, since step(closure) does so after"
                     " all passes: leave out optimizer.step()"
@@ -272,7 +264,7 @@ class LoopGuard:
                 this._updated.add(n)
             else:
                 this._updated.discard(n)
-            if not this._steps:  # `stepping` marks the gradients of all optimizers.
+            if this._now != "steps":  # Otherwise, `note_steps` marks the gradients of all.
                 this._mark_one(n)
                 this._accumulation.forget_dropped()
 

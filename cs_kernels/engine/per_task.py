@@ -29,7 +29,7 @@ def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence
         ranks.skip(task)
         return
     watched = task not in trunk.watcher.tasks
-    with engine.guard.passing():
+    with engine.guard.during("passes"):
         _run(engine, passes, task, closures)
     if passes.separate:
         engine.collect(task)
@@ -78,7 +78,7 @@ def observe_again(
     )
     with noted(note):
         try:
-            with engine.transaction.without_traces(step.tasks), engine.guard.passing():
+            with engine.transaction.without_traces(step.tasks), engine.guard.during("passes"):
                 step.losses_after = {task: evaluate(task) for task in tasks}
         finally:
             with engine.transaction.states(weighting):

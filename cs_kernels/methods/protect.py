@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups, nan_unless_finite
-from cs_kernels.options import checked_integer
+from cs_kernels.options import check_mapping, checked_integer
 from cs_kernels.step import Step
 
 _SHORT = 1e-30
@@ -63,9 +63,9 @@ class Protect(GramianMethod):
             if not isinstance(task, str):
                 raise TypeError(f"tasks must be names, as in Protect('a', 'b'), got {task!r}")
         self.levels = dict.fromkeys(tasks, 0)
-        if levels is not None and not isinstance(levels, Mapping):
-            raise TypeError(f"levels must be a mapping from task to level, got {levels!r}")
-        for task, level in (levels or {}).items():
+        given = {} if levels is None else levels
+        check_mapping("levels", given, "level")
+        for task, level in given.items():
             if task in self.levels:
                 raise ValueError(f"levels must leave out the protected {task!r}, got {level}")
             self.levels[task] = checked_integer(f"levels[{task!r}]", level, 0)
@@ -149,6 +149,6 @@ def _projection(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> li
     products = products * scaled.unsqueeze(-1) * scaled.unsqueeze(-2)
     solved = torch.ops.cs_kernels.upgrad_weights(products) * (len(above) + 1)
     moved = solved[..., :-1] * scaled[..., :-1] * norms[..., -1:]
-    # What is left of UPGrad's other projections.
-    moved = torch.where(solved[..., :-1] * _SHORT < _SHORT**0.5, 0 * moved, moved)
+    # UPGrad also projects the short constraints, which leaves about `_SHORT`.
+    moved = torch.where(solved[..., :-1] * _SHORT < _SHORT**0.5, 0.0, moved)
     return list(moved.unbind(-1))

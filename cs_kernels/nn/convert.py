@@ -87,7 +87,7 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
                 f" {type(child).__name__} at {name or 'module'!r}, which reads its normalization"
                 " itself: convert first, and fuse what extract_task returns"
             )
-        # Those inside a TaskBatchNorm count too: the module may be converted already.
+        # BatchNorms inside a TaskBatchNorm count too: the module may already be converted.
         has_batch_norm = has_batch_norm or isinstance(child, _BatchNorm)
         if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs_kernels.options import is_finite_number
+from cs_kernels.options import check_mapping, is_finite_number
 from cs_kernels.stateful import check_entries
 from cs_kernels.step import Step
 from cs_kernels.weightings.adam import adam_step, start
 from cs_kernels.weightings.last_losses import LastLosses, on_device
-from cs_kernels.weightings.weighting import check_mapping
 
 _TINY = 1e-8
 """Added to the difference of a loss and its minimum, as in the authors' code."""

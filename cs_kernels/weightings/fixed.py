@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from cs_kernels.options import is_finite_number
+from cs_kernels.options import check_mapping, is_finite_number
 from cs_kernels.step import Step
-from cs_kernels.weightings.weighting import Weighting, check_mapping
+from cs_kernels.weightings.weighting import Weighting
 
 
 class FixedWeights(Weighting):

@@ -6,9 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.options import check_mapping
 from cs_kernels.stateful import check_same_tasks, check_tensors
 from cs_kernels.step import Step
-from cs_kernels.weightings.weighting import Weighting, check_mapping
+from cs_kernels.weightings.weighting import Weighting
 
 
 class UncertaintyWeights(Weighting):

@@ -1,7 +1,7 @@
 """The interface of a weighting."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +60,6 @@ class Weighting(Stateful, ABC):
         recomputed. If the step fails, `load_state_dict` restores the earlier state.
         """
         del step
-
-
-def check_mapping(name: str, value: object, of_task: str) -> None:
-    """Raises TypeError unless the value is a mapping."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping from task to {of_task}, got {value!r}")
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class _Together:
         passes = TrunkPass(
             self._trunk, modules, engine.trunk.norms, step, self._updates, candidates
         )
-        with contextlib.closing(passes), engine.guard.passing():
+        with contextlib.closing(passes), engine.guard.during("passes"):
             self._one_pass(passes, step, held)
             step.surgery = self._updates.surgery()
 
