@@ -22,6 +22,14 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def moved(tensor: Tensor, device: str | None) -> Tensor:
+    """The tensor, or a copy in page-locked memory if it is to leave a GPU."""
+    if device is None or tensor.device.type == device:
+        return tensor
+    kept = torch.empty_like(tensor, device=device, pin_memory=True)
+    return kept.copy_(tensor)
+
+
 class Storage:
     """The updates of the parameters, and the computations of methods, in a single process.
 
@@ -70,6 +78,43 @@ class Storage:
         """A tensor for a parameter's `.grad` while its gradients wait in the rows."""
         del parameter
         return grad
+
+    # --- gradients that are kept between steps ---
+
+    def keep(
+        self, task: str, row: Sequence[Tensor | None], device: str | None
+    ) -> list[Tensor | None]:
+        """A row in a form that lasts: whole gradients, or this rank's shards after `fully_shard`.
+
+        All ranks call this together.
+
+        Args:
+            task: The task.
+            row: Its row.
+            device: "cpu" for page-locked host memory; None for the gradients' device.
+
+        """
+        del task
+        return [None if grad is None else moved(grad, device) for grad in row]
+
+    def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """A kept row as a row of a step; frozen parameters have no gradient."""
+        return [
+            grad.to(parameter.device, non_blocking=True)
+            if grad is not None and parameter.requires_grad
+            else None
+            for grad, parameter in zip(kept, self.parameters, strict=True)
+        ]
+
+    def saved(self, parameter: int, kept: Tensor | None) -> Tensor:
+        """A parameter's kept gradient for a checkpoint; zeros if there is none."""
+        like = self.parameters[parameter]
+        return torch.zeros_like(like, requires_grad=False) if kept is None else kept
+
+    def loaded(self, parameter: int, saved: Tensor, device: str | None) -> Tensor:
+        """A parameter's kept gradient from a checkpoint."""
+        like = self.parameters[parameter]
+        return moved(torch.empty_like(like, requires_grad=False).copy_(saved), device)
 
     # --- computations of methods ---
 
@@ -154,6 +199,8 @@ class TaskGradients:
         self._has_complex = any(p.is_complex() for p in self.parameters)
         self.rows: list[list[Tensor | None]] = []
         """One row per task, in order: a gradient or None for every parameter."""
+        self.anchors: list[list[Tensor | None]] = []
+        """Rows of earlier steps that constrain the update (`Step.anchors`)."""
         self._storage = Storage(self.parameters) if storage is None else storage
         self.modules: tuple[str, ...] = ()
         """All modules of the step if its gradients arrive a few modules at a time; or empty."""
@@ -171,6 +218,7 @@ class TaskGradients:
     def clear(self) -> None:
         """Drops the gradients, but not the buffers of the updates."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
+        self.anchors = []
         self.collected.clear()
 
     def collect(self, task: str) -> bool:
@@ -222,10 +270,10 @@ class TaskGradients:
         return len(unreached) < len(self.parameters)
 
     def reached(self) -> list[int]:
-        """The indices of the parameters for which at least one task has a gradient."""
+        """The indices of the parameters for which at least one row has a gradient."""
         return [
             i
-            for i, of_tasks in enumerate(zip(*self.rows, strict=True))
+            for i, of_tasks in enumerate(zip(*self.rows, *self.anchors, strict=True))
             if of_tasks[0] is not None or any(grad is not None for grad in of_tasks)
         ]
 
@@ -237,8 +285,15 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of these parameters: for each, one per task of `tasks`, or of all tasks."""
+        """The gradients of these parameters: for each, one per task of `tasks` and per anchor.
+
+        Args:
+            parameters: The indices of the parameters.
+            tasks: The names of the tasks; None for all.
+
+        """
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
+        rows = [*rows, *self.anchors]
         grads = [row[i] for i in parameters for row in rows]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
 

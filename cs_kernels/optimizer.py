@@ -158,6 +158,16 @@ class MultiTaskOptimizer(Copyable):
         """The phase of the next step, 1 or 2; some schedules need `start_epoch` first."""
         return self._engine.phase
 
+    @property
+    def due_tasks(self) -> tuple[str, ...]:
+        """The tasks whose gradients the next step computes.
+
+        All tasks, unless the method keeps gradients (`Protect` with `refresh_every`): a protected
+        task with a kept gradient is not due. `step` does not call its closure, and for `backward`,
+        neither its batch nor its loss is needed.
+        """
+        return self._engine.due_tasks
+
     def start_epoch(self, epoch: int) -> None:
         """Starts an epoch (an integer, counted from 0).
 

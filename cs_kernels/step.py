@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,27 @@ class KeptWeights:
         return Surgery(self.tasks, self.layers, task_weights=self.weights)
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """Which gradients a method keeps between steps."""
+
+    tasks: tuple[str, ...]
+    refresh_every: int
+    """The number of steps after which a task's gradient is computed again."""
+    rank: int = 1
+    """The number of gradients per task, each of another step."""
+    device: str | None = None
+    """"cpu" for host memory; None for the gradients' device."""
+
+
+class Anchor(NamedTuple):
+    """A kept gradient that constrains an update, without being a part of it."""
+
+    task: str
+    number: int
+    """The number of the step that computed it."""
+
+
 @dataclass
 class Step:
     """One training step, as methods and weightings see it."""
@@ -112,6 +133,8 @@ class Step:
     """The number of earlier steps, in both phases."""
     tasks: tuple[str, ...] = ()
     """The tasks that take part, in the order of the rows of a Gramian."""
+    anchors: tuple[Anchor, ...] = ()
+    """The kept gradients that constrain the update: the rows of a Gramian after the tasks' rows."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, a detached scalar; the sum over micro-batches."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -140,6 +163,18 @@ class Step:
     """The time of the surgery; None in a CUDA graph."""
     recent: Losses = field(default_factory=Losses)
     """The losses of the passes since the last `begin_passes`."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The names of a Gramian's rows: the tasks, then the anchors.
+
+        The newest anchor of a task that takes no part has the task's name; older ones add the
+        number of their step, as in "task@12".
+        """
+        rows = [*self.tasks]
+        for task, number in self.anchors:
+            rows.append(f"{task}@{number}" if task in rows else task)
+        return tuple(rows)
 
     @property
     def draw(self) -> tuple[int, Tensor | None]:

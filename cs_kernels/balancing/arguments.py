@@ -43,6 +43,11 @@ def checked_method(
             "method must be a Gramian method or Sum(), which need only the gradients' products, got"
             f" {method!r}: use MultiTaskOptimizer for other methods"
         )
+    if method.keeps is not None:
+        raise ValueError(
+            f"method must not keep gradients, got {method!r}: a GradientBalancer never has them, and"
+            " keeps the last products of tasks that are absent from a step"
+        )
     if method.update_every != 1:
         raise ValueError(f"method must have update_every=1, got {method!r}: use every= instead")
     solver = Ones() if isinstance(method, Sum) else method

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from cs_kernels.engine import supports
 from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.anchors import Anchors
 from cs_kernels.engine.arguments import check_method
 from cs_kernels.engine.cuda_graphs import refuse_capture
 from cs_kernels.engine.interrupts import held_back
@@ -86,6 +87,7 @@ class Engine:
         self.transaction = Transaction(trunk, ranks, self.accumulation, self.guard)
         self.monitor = Monitor()
         self.kept = Kept()
+        self.anchors = Anchors(ranks, ranks.gradients.names)
         self.epoch: int | None = None
         self.steps = 0
         """The number of steps made."""
@@ -129,6 +131,9 @@ class Engine:
             if self.trunk.modules_changed():
                 self.kept.forget()
             self.forget_passes()
+            self.anchors.expire()
+        if stage is Stage.JOINT:
+            tasks = self.anchors.due(tasks, self.method, self.steps)
         epoch = -1 if self.epoch is None else self.epoch
         call = Call(self.steps, phase, epoch, len(self.trunk.held()), stage, features, passes)
         return self.ranks.begin(tasks, call)
@@ -257,6 +262,7 @@ class Engine:
     def combine(self, step: Step) -> None:
         """Calls the method on the rows of gradients, and empties the rows."""
         gradients = self.ranks.gradients
+        self.anchors.lend(step, self.method)
         try:
             self.method.combine(gradients, self.trunk.layout(), step)
         except StaleLayoutError:
@@ -303,6 +309,7 @@ class Engine:
         trains = self.trunk.requires_grad() if step.trains else ()
         kept = self.kept.after(step, self.method, trains, unknown=unknown) if phase == 2 else None
         counted = self.monitor.counted_step(step)
+        anchored = self.anchors.after(step, self.method)
 
         def commit() -> None:
             self.steps += 1
@@ -310,6 +317,7 @@ class Engine:
             if kept is not None:
                 self.kept = kept
             counted()
+            anchored()
             self.trunk.end_step_if_watched()
 
         return commit
@@ -331,6 +339,7 @@ class Engine:
             )
         self._method = method
         self.kept.forget()
+        self.anchors.forget()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -350,6 +359,13 @@ class Engine:
                 f"schedule must give phase 1 or 2, got {phase!r} from {self.schedule!r}"
             )
         return phase
+
+    @property
+    def due_tasks(self) -> tuple[str, ...]:
+        """The tasks whose gradients the next step computes."""
+        if self.phase == 1 or self.trunk.changed():
+            return self.trunk.tasks
+        return self.anchors.due(self.trunk.tasks, self.method, self.steps)
 
     def start_epoch(self, epoch: int) -> None:
         """Starts an epoch, counted from 0."""

@@ -64,6 +64,7 @@ WOULD_FORGET = (
 _AGAIN = (
     "weighting must not compute losses again {where}, got {{found!r}}: use FAMO(reevaluate=False)"
 )
+_KEPT = "method must not keep gradients for {where}, got {{found!r}}: use step or backward"
 
 _ONE_PROCESS = {
     TOGETHER: "process_group must be None for step_together, got {loop.ranks.size} ranks: use step",
@@ -129,6 +130,15 @@ TABLE = (
         {
             CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r}:"
             " steps that solve differ from those between, so use step"
+        },
+    ),
+    Feature(
+        "kept gradients (`Protect` with `refresh_every` or `rank`)",
+        lambda loop: None if loop.method.keeps is None else loop.method,
+        {
+            FEATURES: _KEPT.format(where="backward with features, which differ from step to step"),
+            TOGETHER: _KEPT.format(where="step_together, which never has all gradients of the tasks"),
+            CAPTURED: _KEPT.format(where="a captured step, which makes the same passes every time"),
         },
     ),
     Feature(

@@ -91,8 +91,9 @@ class GramianMethod(Method):
                 groups="layer". A non-finite gradient makes it non-finite; the weights must then be
                 NaN. For a `layerwise` method, `step_together` makes several calls per step, each
                 with zeros for the layers of the other calls.
-            step: The tasks of the Gramian's rows, their losses and the step number. It is None
-                outside a training loop, where equal Gramians must give equal weights.
+            step: The tasks of the Gramian's rows, their losses and the step number; rows of
+                `step.anchors` follow. It is None outside a training loop, where equal Gramians must
+                give equal weights.
 
         Returns:
             [K] or [layers, K].
@@ -105,7 +106,7 @@ class GramianMethod(Method):
         if not parameters:
             gradients.clear()
             return
-        tasks = len(step.tasks)
+        tasks = len(step.tasks) + len(step.anchors)
         grads = gradients.of(parameters, step.tasks)
         gramian_of = [0] * len(parameters)
         if self.groups == "layer":
@@ -128,7 +129,7 @@ class GramianMethod(Method):
                 raise TypeError(
                     f"method must return weights as a tensor, got {weights!r} from {self!r}"
                 )
-            step.surgery = Surgery(step.tasks, step.layers, gramian, weights)
+            step.surgery = Surgery(step.rows, step.layers, gramian, weights)
         torch.ops.cs_kernels.combine_(
             gradients.updates(parameters),
             grads,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.stateful import Stateful
-from cs_kernels.step import Step
+from cs_kernels.step import Keeping, Step
 from cs_kernels.trunk.layers import Layout
 
 
@@ -27,6 +27,9 @@ class Method(Stateful, ABC):
 
     update_every: int = 1
     """The interval between two solves for task weights, in steps."""
+
+    keeps: Keeping | None = None
+    """The gradients to keep between steps; later steps have them as `step.anchors`."""
 
     most_tasks: int | None = None
     """The maximum number of tasks; None for no limit."""

@@ -1,13 +1,14 @@
 """Protect: projects the gradients of all other tasks off those of the protected tasks."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups, nan_unless_finite
 from cs_kernels.options import check_mapping, checked_integer
-from cs_kernels.step import Step
+from cs_kernels.step import Keeping, Step
 
 _SHORT = 1e-30
 """The length of the constraints' gradients in a quadratic program, where the other one has 1."""
@@ -26,6 +27,14 @@ class Protect(GramianMethod):
     Learning with A-GEM", 2019) and SafeGrad (Yi et al., "Gradient Surgery for Safe LLM
     Fine-Tuning", 2025).
 
+    **Kept gradients.** A protected task needs a pass in only one of `refresh_every` steps. In the
+    steps between, `step(closure)` does not call its closure, and `backward` needs no loss of it:
+    `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. A loss that is passed
+X. A kept gradient takes the memory of the shared
+    parameters, of their shards after `fully_shard`, times `rank`. It is part of the state dict, it
+    is not replaced by a non-finite one, and it is computed anew after a parameter was frozen or
+    unfrozen. `step_together`, captured steps and `backward(features=)` have no kept gradients.
+
     Args:
         *tasks: The protected tasks: those of level 0.
         levels: More than two levels of priority: a level from 0 per task. The sum of a level's
@@ -33,6 +42,12 @@ class Protect(GramianMethod):
             level comes after all levels that are named.
         constraint_only: Whether the gradients of level 0 only constrain the update, as in GEM and
             A-GEM, and are not added to it. Heads of these tasks still get their gradients.
+        refresh_every: The protected gradients are computed in one of this many joint steps, and
+            kept: in the steps between, they only constrain the update. See "Kept gradients".
+        rank: The number of gradients to keep per protected task, each of another batch. The other
+            tasks' sum then loses its whole component in the span of these gradients, whatever its
+            sign, as in OGPSA (arXiv 2602.07892). Default: the projection above.
+        keep_on: "cpu" keeps gradients in page-locked host memory. Default: on their own device.
         groups: "all", or "layer" for separate projections in each layer.
         update_every: As in `GramianMethod`.
 
@@ -55,6 +70,9 @@ class Protect(GramianMethod):
         *tasks: str,
         levels: Mapping[str, int] | None = None,
         constraint_only: bool = False,
+        refresh_every: int = 1,
+        rank: int | None = None,
+        keep_on: Literal["cpu"] | None = None,
         groups: Groups = "all",
         update_every: int = 1,
     ) -> None:
@@ -74,6 +92,20 @@ class Protect(GramianMethod):
         if constraint_only not in (True, False):
             raise ValueError(f"constraint_only must be True or False, got {constraint_only!r}")
         self.constraint_only = constraint_only
+        if keep_on not in (None, "cpu"):
+            raise ValueError(f"keep_on must be 'cpu' or None, got {keep_on!r}")
+        self.rank = None if rank is None else checked_integer("rank", rank, 1)
+        if rank is not None and any(self.levels.values()):
+            raise ValueError(f"levels must be None with rank, got {levels} and rank={rank}")
+        protected = tuple(task for task, level in self.levels.items() if level == 0)
+        every = checked_integer("refresh_every", refresh_every, 1)
+        if every > 1 or rank is not None:
+            self.keeps = Keeping(protected, every, self.rank or 1, keep_on)
+            if update_every > 1:
+                raise ValueError(
+                    f"update_every must be 1 if gradients are kept, got {update_every} with"
+                    f" refresh_every={every} and rank={rank}"
+                )
 
     def check(self, tasks: Sequence[str]) -> None:
         """Checks that all named tasks exist, and that another level is left to be projected.
@@ -96,7 +128,9 @@ class Protect(GramianMethod):
         return [self.levels.get(task, last) for task in tasks]
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Non-negative task weights: 1, and more for a task that the projections have moved toward.
+        """Task weights: 1, and more for a task that the projections have moved toward.
+
+        A kept gradient starts from 0. With `rank`, the weights of protected tasks may be negative.
 
         Raises:
             ValueError: `step` is None.
@@ -107,14 +141,15 @@ class Protect(GramianMethod):
         gramian = gramian.double()
         level_of = self._level_of(step.tasks)
         first = 0.0 if self.constraint_only else 1.0
-        weights = [
-            gramian.new_full(gramian.shape[:-2], 1.0 if level else first) for level in level_of
-        ]
+        initial = [1.0 if level else first for level in level_of] + [0.0] * len(step.anchors)
+        level_of += [0] * len(step.anchors)
+        weights = [gramian.new_full(gramian.shape[:-2], weight) for weight in initial]
+        project = _projection if self.rank is None else _complement
         for level in sorted({*level_of} - {0}):
             above = [i for i, other in enumerate(level_of) if other < level]
             own = [i for i, other in enumerate(level_of) if other == level]
             if above:
-                for i, moved in zip(above, _projection(gramian, above, own), strict=True):
+                for i, moved in zip(above, project(gramian, above, own), strict=True):
                     weights[i] = weights[i] + moved
         return nan_unless_finite(torch.stack(weights, -1), gramian)
 
@@ -124,8 +159,24 @@ class Protect(GramianMethod):
         options: dict[str, object] = {"levels": lower} if lower else {}
         if self.constraint_only:
             options["constraint_only"] = True
+        if self.keeps is not None:
+            kept = {"refresh_every": self.keeps.refresh_every, "keep_on": self.keeps.device}
+            options |= {name: value for name, value in kept.items() if value not in (1, None)}
+        if self.rank is not None:
+            options["rank"] = self.rank
         rest = self._repr(**options)[len("Protect(") : -1]
         return f"Protect({', '.join(filter(None, (tasks, rest)))})"
+
+
+def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
+    """The multiples of the gradients of `above` that remove the sum of `own` from their span."""
+    norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
+    scaled = torch.where(norms > 0, 1 / norms, 0.0)
+    rows = gramian[..., above, :] * scaled.unsqueeze(-1)
+    # Of nearly parallel gradients, as of two equal batches, only one counts.
+    inverse = torch.linalg.pinv(rows[..., above] * scaled.unsqueeze(-2), rtol=1e-10, hermitian=True)
+    moved = -scaled * (inverse @ rows[..., own].sum(-1, keepdim=True)).squeeze(-1)
+    return list(moved.unbind(-1))
 
 
 def _projection(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:

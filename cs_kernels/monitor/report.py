@@ -5,7 +5,7 @@ request and on the device, without host synchronization until a number is read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,7 +53,11 @@ class Report:
     weighted_losses: Mapping[str, Tensor]
     """By task, after weighting; empty without a weighting."""
     rows: tuple[str, ...] = ()
-    """The tasks in the order of the rows of all tensors below."""
+    """The tasks in the order of the rows of all tensors below. Kept gradients follow: the task's
+    name for the newest one of a task that took no part, "task@12" for any other one, of step 12."""
+    kept_from: Mapping[str, int] = field(default_factory=dict)
+    """`Protect` with kept gradients: by protected task that took no part, the step, counted like
+    `step`, that computed its newest gradient."""
     layers: tuple[str, ...] = ()
     """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
     for groups="layer"; empty if the tensors describe the whole trunk."""
@@ -146,6 +150,9 @@ class Report:
         conflicts among all pairs of a channel group and another task; "removed_norm/TASK", the norm
         of the components that projections removed from the task's gradient.
 
+        `Protect` with kept gradients: "kept_age/TASK", the number of steps since the gradient of a
+        task that took no part was computed.
+
         Joint steps: "surgery_ms", the milliseconds from the gradients to the update (on a GPU, only
         after the first report).
         """
@@ -156,7 +163,8 @@ class Report:
         if tensors:
             device = next(iter(tensors.values())).device
             numbers = torch.stack([x.to(device, torch.float64) for x in tensors.values()]).tolist()
-        scalars = {"phase": float(self.phase)} | dict(zip(tensors, numbers, strict=True))
+        ages = {f"kept_age/{t}": float(self.step - n) for t, n in self.kept_from.items()}
+        scalars = {"phase": float(self.phase)} | ages | dict(zip(tensors, numbers, strict=True))
         elapsed = None if self._elapsed is None else self._elapsed.milliseconds()
         return scalars if elapsed is None else scalars | {"surgery_ms": elapsed}
 
@@ -245,6 +253,11 @@ def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
         losses={task: loss.clone() for task, loss in step.losses.items()},
         weighted_losses={task: loss.clone() for task, loss in weighted.items()},
         rows=surgery.rows,
+        kept_from={
+            task: max(number for other, number in step.anchors if other == task)
+            for task, _ in step.anchors
+            if task not in step.tasks
+        },
         layers=layers,
         gramian=None if surgery.gramian is None else surgery.gramian.clone(),
         task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),

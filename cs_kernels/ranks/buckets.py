@@ -135,6 +135,28 @@ class Buckets:
         start = slot.start - self.rank * self._part[slot.bucket]
         return parts[slot.bucket][start + slot.first : start + slot.last]
 
+    def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """All ranks' parts in new memory, as a tensor per parameter."""
+        wholes = [torch.empty_like(flat) for flat in self.flat]
+        pairs = zip(wholes, parts, strict=True)
+        works = [all_gather(w, part, group=self._group, async_op=True) for w, part in pairs]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return {
+            i: wholes[self.slots[i].bucket].as_strided(
+                view.shape, view.stride(), view.storage_offset()
+            )
+            for i, view in self.views.items()
+        }
+
+    def flat_of(self, i: int, tensor: Tensor) -> Tensor:
+        """The elements of a tensor like a parameter, flat, in the order of the bucket."""
+        view = self.views[i]
+        if tensor.stride() != view.stride():
+            tensor = torch.empty_like(view).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
     def send(self, bucket: int, parts: Sequence[Tensor] | None) -> None:
         """Starts the sum of a bucket's gradients, which are moved out of `.grad`.
 

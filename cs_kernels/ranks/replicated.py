@@ -292,6 +292,23 @@ class Replicated(Distributed):
                 if i not in unreached:
                     row[i] = part
 
+    # --- gradients that are kept between steps ---
+
+    def keep(
+        self, task: str, row: Sequence[Tensor | None], device: str | None
+    ) -> list[Tensor | None]:
+        """The whole gradients of a task: all ranks' parts, gathered."""
+        wholes = self._buckets.gathered(self._parts[task])
+        kept = [None if part is None else wholes[i] for i, part in enumerate(row)]
+        return super().keep(task, kept, device)
+
+    def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """This rank's parts of a kept row."""
+        return [
+            None if grad is None else self._buckets.flat_of(i, grad)[slice(*self.span(i))]
+            for i, grad in enumerate(super().anchor(kept))
+        ]
+
     # --- shards ---
 
     def span(self, parameter: int) -> tuple[int, int]:

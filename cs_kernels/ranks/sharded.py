@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs_kernels.gradients import moved
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.pieces import ChannelArray
@@ -201,6 +202,22 @@ class Sharded(Distributed):
         """An uninitialized tensor for a parameter's update."""
         del grad
         return self._update_of(parameter)
+
+    # --- gradients that are kept between steps ---
+
+    def saved(self, parameter: int, kept: Tensor | None) -> Tensor:
+        """A parameter's kept gradient, sharded as the parameter is."""
+        saved = super().saved(parameter, None)
+        if kept is not None:
+            local_shard(saved).copy_(kept)
+        return saved
+
+    def loaded(self, parameter: int, saved: Tensor, device: str | None) -> Tensor:
+        """This rank's shard of a parameter's kept gradient, sharded or whole."""
+        like = self.parameters[parameter]
+        shard = local_shard(saved) if is_sharded(saved) else saved[slice(*rows_of(like))]
+        like = local_shard(like)
+        return moved(torch.empty_like(like, requires_grad=False).copy_(shard), device)
 
     def like(self) -> Tensor:
         """A plain tensor on the gradients' device."""

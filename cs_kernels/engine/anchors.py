@@ -1,0 +1,165 @@
+"""Anchors: gradients of protected tasks that constrain the updates of later steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cs_kernels.methods import Method
+from cs_kernels.options import checked_integer
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.step import Anchor, Step
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A task's gradient in one step."""
+
+    number: int
+    """The number of the step that computed it."""
+    row: list[Tensor | None]
+    """As `Storage.keep` has returned it; perhaps on another device."""
+
+
+class Anchors:
+    """The gradients that a method keeps between steps (`Method.keeps`).
+
+    Args:
+        ranks: Has the gradients of a step.
+        names: The names of the shared parameters.
+
+    """
+
+    def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
+        self._ranks = ranks
+        self._names = names
+        self._kept: dict[str, list[_Kept]] = {}
+        """By task, the newest gradient first."""
+        self._expired = False
+        """Whether the next joint step computes them again, whatever their age."""
+        self._fresh: dict[str, list[Tensor | None]] = {}
+        """The protected tasks' gradients in the current step."""
+
+    def forget(self) -> None:
+        """Drops all gradients."""
+        self._kept, self._expired = {}, False
+
+    def expire(self) -> None:
+        """Makes the next joint step compute the gradients again: other parameters may train."""
+        self._expired = True
+
+    def due(self, tasks: Sequence[str], method: Method, number: int) -> tuple[str, ...]:
+        """The tasks whose gradients a joint step computes; all of them if none is due.
+
+        Args:
+            tasks: The tasks with labels.
+            method: The method of the step.
+            number: The number of the step.
+
+        """
+        if method.keeps is None or self._expired:
+            return tuple(tasks)
+        waits = {
+            task
+            for task in method.keeps.tasks
+            for kept in self._kept.get(task, [])[:1]
+            if number - kept.number < method.keeps.refresh_every
+        }
+        return tuple(task for task in tasks if task not in waits) or tuple(tasks)
+
+    def lend(self, step: Step, method: Method) -> None:
+        """Before the method runs: adds the kept gradients to the rows of a step, and keeps new ones.
+
+        They replace the gradients of earlier steps at the end of the step (`after`).
+        """
+        keeps, ranks = method.keeps, self._ranks
+        if keeps is None:
+            return
+        present = [task for task in keeps.tasks if task in step.tasks]
+        self._fresh = {t: ranks.keep(t, ranks.gradients.row_of(t), keeps.device) for t in present}
+        for task in keeps.tasks:
+            # With its own gradient, a task needs one kept gradient fewer.
+            for kept in self._kept.get(task, [])[: keeps.rank - (task in present)]:
+                ranks.gradients.anchors.append(ranks.anchor(kept.row))
+                step.anchors = (*step.anchors, Anchor(task, kept.number))
+
+    def after(self, step: Step, method: Method) -> Callable[[], None]:
+        """After the method has run; returns a function that ends the step.
+
+        A non-finite gradient is not kept; this check synchronizes with the device.
+        """
+        fresh, self._fresh = self._fresh, {}
+        gramian = step.surgery.gramian
+        if method.keeps is None or gramian is None or not fresh:
+            return lambda: None
+        energies = gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, gramian.shape[-1]).sum(0)
+        is_finite = dict(zip(step.surgery.rows, energies.isfinite().tolist(), strict=True))
+        kept = dict(self._kept)
+        for task, row in fresh.items():
+            if is_finite[task]:
+                kept[task] = [_Kept(step.number, row), *kept.get(task, [])][: method.keeps.rank]
+        expired = self._expired and not all(is_finite[task] for task in fresh)
+
+        def commit() -> None:
+            self._kept, self._expired = kept, expired
+
+        return commit
+
+    # --- checkpoints ---
+
+    def state_dict(self, method: Method) -> dict[str, Any]:
+        """Facts, and for every gradient that the method keeps a tensor per shared parameter.
+
+        The entries are the same before the first step, because a distributed checkpoint is loaded
+        only into existing entries.
+        """
+        facts, tensors = {}, {}
+        for task, n in _slots(method):
+            kept = dict(enumerate(self._kept.get(task, []))).get(n, _Kept(-1, []))
+            grads = dict(enumerate(kept.row))
+            reached = [name for i, name in enumerate(self._names) if grads.get(i) is not None]
+            facts[f"{task}/{n}"] = {"number": kept.number, "reached": reached}
+            tensors[f"{task}/{n}"] = {
+                name: self._ranks.saved(i, grads.get(i)) for i, name in enumerate(self._names)
+            }
+        return {"facts": ((facts, self._expired),), "gradients": tensors} if facts else {}
+
+    def check_state(self, state: Mapping[str, Any], method: Method) -> None:
+        """Raises ValueError for gradients of other parameters, or of other steps than steps."""
+        ((facts, _),) = state["facts"]
+        shapes = dict(zip(self._names, (p.shape for p in self._ranks.parameters), strict=True))
+        for task, n in _slots(method):
+            of = facts.get(f"{task}/{n}", {"number": -1, "reached": []})
+            checked_integer("number", of["number"], -1, 1 << 63)
+            tensors = state["gradients"].get(f"{task}/{n}", {})
+            for name in of["reached"]:
+                if name not in tensors or tensors[name].shape != shapes.get(name):
+                    raise ValueError(
+                        f"state must have a gradient of {task!r} for {name!r}, of the parameter's"
+                        f" shape {tuple(shapes.get(name, ()))}"
+                    )
+
+    def load_state_dict(self, state: Mapping[str, Any], method: Method) -> None:
+        """Continues from a `state_dict`; without entries, the next joint step computes them."""
+        self.forget()
+        if not state:
+            return
+        ((facts, self._expired),) = state["facts"]
+        for task, n in _slots(method):
+            of = facts.get(f"{task}/{n}", {"number": -1})
+            if of["number"] >= 0:
+                reached, tensors = set(of["reached"]), state["gradients"][f"{task}/{n}"]
+                assert method.keeps is not None
+                row = [
+                    self._ranks.loaded(i, tensors[name], method.keeps.device)
+                    if name in reached
+                    else None
+                    for i, name in enumerate(self._names)
+                ]
+                self._kept.setdefault(task, []).append(_Kept(int(of["number"]), row))
+
+
+def _slots(method: Method) -> list[tuple[str, int]]:
+    keeps = method.keeps
+    return [] if keeps is None else [(t, n) for t in keeps.tasks for n in range(keeps.rank)]
