@@ -133,8 +133,6 @@ class Step:
     """The number of earlier steps, in both phases."""
     tasks: tuple[str, ...] = ()
     """The tasks that take part, in the order of the rows of a Gramian."""
-    anchors: tuple[Anchor, ...] = ()
-    """The kept gradients that constrain the update: the rows of a Gramian after the tasks' rows."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, a detached scalar; the sum over micro-batches."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -163,6 +161,8 @@ class Step:
     """The time of the surgery; None in a CUDA graph."""
     recent: Losses = field(default_factory=Losses)
     """The losses of the passes since the last `begin_passes`."""
+    anchors: tuple[Anchor, ...] = ()
+    """The kept gradients that constrain the update: the rows of a Gramian after the tasks' rows."""
 
     @property
     def rows(self) -> tuple[str, ...]:

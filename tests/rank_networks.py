@@ -136,6 +136,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "ConnectionStrength": cs.ConnectionStrength,
     "PCGrad": partial(cs.PCGrad, seed=3),
     "Protect": partial(cs.Protect, TASKS[0], constraint_only=True),
+    "Protect-kept": partial(cs.Protect, TASKS[0], refresh_every=2, rank=2),
     "PCGrad-layer": partial(cs.PCGrad, seed=3, groups="layer"),
     "CAGrad": cs.CAGrad,
     "CAGrad-kept": partial(cs.CAGrad, update_every=4),

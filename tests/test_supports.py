@@ -20,6 +20,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a weighting that computes losses again (`FAMO()`)": {"weighting": cs.FAMO()},
     "plain batch normalization in training": {"norm": nn.BatchNorm1d(6)},
     "`update_every` above 1": {"method": cs.PCGrad(groups="layer", update_every=2)},
+    "kept gradients (`Protect` with `refresh_every` or `rank`)": {
+        "method": cs.Protect(AB[0], refresh_every=2, groups="layer")
+    },
     "`backward=`": {"backward": lambda loss, **options: loss.backward(**options)},
     "`count_conflicts`": {"counts": True},
     "micro-batches": {"waits": True},

@@ -69,9 +69,9 @@ class Anchors:
         return tuple(task for task in tasks if task not in waits) or tuple(tasks)
 
     def lend(self, step: Step, method: Method) -> None:
-        """Before the method runs: adds the kept gradients to the rows of a step, and keeps new ones.
+        """Adds kept gradients to the rows of a step, and copies new ones, before the method runs.
 
-        They replace the gradients of earlier steps at the end of the step (`after`).
+        The new ones replace the gradients of earlier steps at the end of the step (`after`).
         """
         keeps, ranks = method.keeps, self._ranks
         if keeps is None:

@@ -15,7 +15,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     """Implements `MultiTaskOptimizer.state_dict`."""
     # Distributed checkpoints split a dictionary into its entries and load it only into one with the
     # same entries; they keep a tuple whole.
-    state = {
+    state: dict[str, Any] = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,
         "steps": engine.steps,

@@ -137,7 +137,9 @@ TABLE = (
         lambda loop: None if loop.method.keeps is None else loop.method,
         {
             FEATURES: _KEPT.format(where="backward with features, which differ from step to step"),
-            TOGETHER: _KEPT.format(where="step_together, which never has all gradients of the tasks"),
+            TOGETHER: _KEPT.format(
+                where="step_together, which never has all gradients of the tasks"
+            ),
             CAPTURED: _KEPT.format(where="a captured step, which makes the same passes every time"),
         },
     ),

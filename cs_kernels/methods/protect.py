@@ -27,13 +27,13 @@ class Protect(GramianMethod):
     Learning with A-GEM", 2019) and SafeGrad (Yi et al., "Gradient Surgery for Safe LLM
     Fine-Tuning", 2025).
 
-    **Kept gradients.** A protected task needs a pass in only one of `refresh_every` steps. In the
-    steps between, `step(closure)` does not call its closure, and `backward` needs no loss of it:
-    `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. A loss that is passed
-X. A kept gradient takes the memory of the shared
-    parameters, of their shards after `fully_shard`, times `rank`. It is part of the state dict, it
-    is not replaced by a non-finite one, and it is computed anew after a parameter was frozen or
-    unfrozen. `step_together`, captured steps and `backward(features=)` have no kept gradients.
+    **Kept gradients.** With `refresh_every` above 1, a protected task needs a pass in only some of
+    the steps. In the steps between, `step(closure)` does not call its closure, and `backward` needs
+    no loss of it; `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. A
+    loss that is passed anyway replaces the kept gradient. Kept gradients take `rank` times the
+    memory of the shared parameters, or of their shards after `fully_shard`. They are part of the
+    state dict. A non-finite gradient is not kept, and gradients are computed again after parameters
+    were frozen or unfrozen.
 
     Args:
         *tasks: The protected tasks: those of level 0.

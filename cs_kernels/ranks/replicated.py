@@ -303,7 +303,7 @@ class Replicated(Distributed):
         return super().keep(task, kept, device)
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's parts of a kept row."""
+        """The parts of a kept row that lie on this rank."""
         return [
             None if grad is None else self._buckets.flat_of(i, grad)[slice(*self.span(i))]
             for i, grad in enumerate(super().anchor(kept))

@@ -213,10 +213,10 @@ class Sharded(Distributed):
         return saved
 
     def loaded(self, parameter: int, saved: Tensor, device: str | None) -> Tensor:
-        """This rank's shard of a parameter's kept gradient, sharded or whole."""
-        like = self.parameters[parameter]
-        shard = local_shard(saved) if is_sharded(saved) else saved[slice(*rows_of(like))]
-        like = local_shard(like)
+        """The shard of a kept gradient, sharded or whole in the checkpoint, on this rank."""
+        whole = self.parameters[parameter]
+        shard = local_shard(saved) if is_sharded(saved) else saved[slice(*rows_of(whole))]
+        like = local_shard(whole)
         return moved(torch.empty_like(like, requires_grad=False).copy_(shard), device)
 
     def like(self) -> Tensor:
