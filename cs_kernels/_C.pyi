@@ -70,7 +70,13 @@ def phase2_products(
 def phase2_apply(operands: Operands, *, priorities: Ints, products: int, threads: int) -> None: ...
 def gramian(operands: Operands, *, group_of: Ints, groups: int, out: int, threads: int) -> None: ...
 def combine(
-    operands: Operands, *, group_of: Ints, groups: int, weights: int, threads: int
+    operands: Operands,
+    *,
+    group_of: Ints,
+    groups: int,
+    weights: int,
+    protected_task: int,
+    threads: int,
 ) -> None: ...
 def drop_signs(
     operands: Operands,

@@ -108,12 +108,17 @@ gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& grou
   return tensors;
 }
 
-// matrices: Gramians [groups, tasks, tasks] as output, or weights [groups, tasks] as input.
-template <auto kernel>
-void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_of,
-               std::int64_t groups, Address matrices, int threads) {
+void gramian(const Operands& operands, const std::vector<std::int64_t>& group_of,
+             std::int64_t groups, Address out, int threads) {
   const auto tensors = gradient_tensors(operands, group_of);
-  kernel({operands.tasks, groups, operands.count(), tensors.data()}, matrices, threads);
+  cpu::gramian({operands.tasks, groups, operands.count(), tensors.data()}, out, threads);
+}
+
+void combine(const Operands& operands, const std::vector<std::int64_t>& group_of,
+             std::int64_t groups, Address weights, std::int32_t protected_task, int threads) {
+  const auto tensors = gradient_tensors(operands, group_of);
+  cpu::combine({operands.tasks, groups, operands.count(), tensors.data()}, weights, protected_task,
+               threads);
 }
 
 void drop_signs(const Operands& operands, const std::vector<double>& leaks, std::uint64_t state,
@@ -161,8 +166,9 @@ void define_cpu(py::module_& module) {
                   "products");
   define_parallel("phase2_apply", &phase2_stage<cpu::phase2_apply>, "operands", "priorities",
                   "products");
-  define_parallel("gramian", &on_groups<cpu::gramian>, "operands", "group_of", "groups", "out");
-  define_parallel("combine", &on_groups<cpu::combine>, "operands", "group_of", "groups", "weights");
+  define_parallel("gramian", &gramian, "operands", "group_of", "groups", "out");
+  define_parallel("combine", &combine, "operands", "group_of", "groups", "weights",
+                  "protected_task");
   define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter", "offsets");
   define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "bins");
 }

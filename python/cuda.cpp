@@ -162,7 +162,8 @@ void define_cuda(py::module_ module) {
   };
   define_on_gradients("gramian", "the Gramian", &cuda::gramian, Pointer{"counters"},
                       Pointer{"products"}, Pointer{"out"});
-  define_on_gradients("combine", "the weighted sum", &cuda::combine, Pointer{"weights"});
+  define_on_gradients("combine", "the weighted sum", &cuda::combine, Pointer{"weights"},
+                      Int32{"protected_task"});
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
                       Word{"state"}, Pointer{"counter"});
   define_launch(module, "sketch", "a sketch", &cuda::sketch, Type{"type"}, Pointer{"data"},

@@ -152,6 +152,7 @@ class Draw(random.Random):
             "group_of": [self.randrange(of_groups) for _ in weights],
             "of_groups": of_groups,
             "task_weights": self.values(of_groups, tasks, dtype=self.choice(DTYPES)),
+            "protected": self.randrange(tasks),
             "leaks": [self.choice([0.0, 0.0, 0.5, 1.0]) for _ in range(tasks)],
             "seed": self.choice(INTEGERS),
             "step": self.choice(INTEGERS),
@@ -318,7 +319,8 @@ def difference(
             size = size + factor * sum(map(norm, [*of_tensor, updates[n]]))
             epsilon = 16 * torch.finfo(b.dtype).eps
             bound = size * (64 * epsilon if loose or b.dtype is torch.float64 else epsilon)
-            few = 2 + b.numel() // 100 if name == "drop_signs_" else 0
+            chooses = name == "drop_signs_" or named.get("protected") is not None
+            few = 2 + b.numel() // 100 if chooses else 0
             if (size > torch.finfo(b.dtype).max / 8).any():
                 continue
         elif not b.is_floating_point():

@@ -142,6 +142,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "CAGrad-kept": partial(cs.CAGrad, update_every=4),
     "GradDrop": partial(cs.GradDrop, [0.1, 0.0, 0.2], seed=4),
     "MGDA": partial(cs.MGDA, "loss+"),
+    "SAGO": partial(cs.SAGO, TASKS[0]),
     "Sum": cs.Sum,
 }
 

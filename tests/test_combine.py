@@ -108,6 +108,47 @@ def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize(("tasks", "protected"), [(1, 0), (2, 1), (4, 0), (9, 8)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weighted_sum_with_the_signs_of_a_protected_gradient(
+    backend: str, dtype: torch.dtype, tasks: int, protected: int, memory: str, missing: bool
+) -> None:
+    grads, weights = _trunk(tasks, dtype, memory, missing), torch.ones(1, tasks).double()
+    weights[:, protected] = 0
+    rows, group_of = _rows(grads, tasks, dtype), [0] * len(SHAPES)
+    update = _written(_ops.combine_, rows, memory, grads, weights, group_of, tasks, protected)
+    guide, z = rows[protected].double(), weights[0] @ rows.double()
+    expected = torch.where((z.sign() == guide.sign()) | (guide == 0), z, guide)
+    assert (update * guide >= 0).all()
+    assert update[guide != 0].any() or tasks == 1
+    clear = (z.abs() > 1e-2) | (z == 0)  # The sign of a sum near zero depends on rounding.
+    torch.testing.assert_close(update[clear], expected[clear].to(dtype).double())
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_protected_and_other_non_finite_gradients_are_not_dropped(
+    backend: str, dtype: torch.dtype, row: int, wrong: float
+) -> None:
+    grads = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, 1.0]], dtype=dtype)
+    grads[row] = wrong
+    update = torch.empty(3, dtype=dtype)
+    weights = torch.tensor([[0.0, 1.0]])
+    torch.ops.cs_kernels.combine_([update], [*grads], weights, [0], 2, 0)
+    assert not update.isfinite().any()
+
+
+def test_a_protected_task_that_does_not_exist(backend: str) -> None:
+    update, grads = torch.zeros(3), [torch.ones(3)] * 2
+    for protected in (-1, 2):
+        with pytest.raises(ValueError, match=r"protected must be None or lie in \[0, 2\), got"):
+            torch.ops.cs_kernels.combine_([update], grads, torch.ones(1, 2), [0], 2, protected)
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("leak", [0.0, 0.25])
 @pytest.mark.parametrize("memory", FORMATS)
 @pytest.mark.parametrize("tasks", [4, 9] if SMALL else [1, 2, 4, 9])

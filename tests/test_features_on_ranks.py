@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "MGDA": partial(cs.MGDA, "loss+"),
     "NashMTL": partial(cs.NashMTL, update_every=2),
     "Protect": partial(cs.Protect, TASKS[0]),
+    "SAGO": partial(cs.SAGO, TASKS[0]),
     "UPGrad": cs.UPGrad,
     "Sum": cs.Sum,
 }

@@ -37,7 +37,12 @@ METHODS: dict[str, Callable[..., cs.Method]] = {
     "Protect": lambda **options: cs.Protect("depth", **options),
     "Clipped": lambda **options: cs.Clipped(cs.GradVac(beta=0.3, **options), 0.5),
 }
-EVERY = {**METHODS, "GradDrop": lambda: cs.GradDrop([0.1, 0.9, 0.2], seed=4), "Sum": cs.Sum}
+EVERY = {
+    **METHODS,
+    "GradDrop": lambda: cs.GradDrop([0.1, 0.9, 0.2], seed=4),
+    "Sum": cs.Sum,
+    "SAGO": lambda: cs.SAGO("depth"),
+}
 
 
 class Plain:

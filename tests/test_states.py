@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     **{kind.__name__: kind for kind in (cs.Sum, cs.GradDrop, *map(type, GRAMIAN_METHODS))},
     "GradVac by layer": lambda: cs.GradVac(groups="layer", beta=0.5),
     "Protect": lambda: cs.Protect("a", levels={"b": 1}),
+    "SAGO": lambda: cs.SAGO("a"),
     "kept": lambda: cs.UPGrad(update_every=4),
     "Clipped": lambda: cs.Clipped(cs.GradVac(), 1.0),
     "FixedWeights": lambda: cs.FixedWeights(dict.fromkeys(TASKS, 0.5)),

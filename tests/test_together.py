@@ -74,6 +74,7 @@ def triple(loss: Tensor, **options: bool) -> None:
 OPTIONS: list[dict[str, Any]] = [
     *({"method": type(method)(groups="layer")} for method in GRAMIAN_METHODS),
     {"method": cs.Protect("depth", groups="layer")},
+    {"method": cs.SAGO("depth")},
     {"method": cs.PCGrad("mean", seed=3, groups="layer")},
     {"method": cs.GradVac(beta=0.3, groups="layer")},
     {"method": cs.GradVac(target=0.2, groups="layer")},

@@ -17,6 +17,7 @@ from cs_kernels.methods.nash_mtl import NashMTL
 from cs_kernels.methods.ntk_mtl import NTKMTL
 from cs_kernels.methods.pcgrad import PCGrad
 from cs_kernels.methods.protect import Protect
+from cs_kernels.methods.sago import SAGO
 from cs_kernels.methods.sum import Sum
 from cs_kernels.methods.upgrad import UPGrad
 
@@ -25,6 +26,7 @@ __all__ = [
     "IMTLG",
     "MGDA",
     "NTKMTL",
+    "SAGO",
     "AlignedMTL",
     "CAGrad",
     "Clipped",

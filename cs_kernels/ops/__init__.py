@@ -197,11 +197,15 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 
 
 @_operator(
-    "combine_(Tensor(a!)[] updates, Tensor?[] grads, Tensor weights, int[] group_of, int tasks)"
-    " -> ()"
+    "combine_(Tensor(a!)[] updates, Tensor?[] grads, Tensor weights, int[] group_of, int tasks,"
+    " int? protected=None) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K]."""
+    """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K].
+
+    With a protected task, an element of the sum that does not have the sign of that task's gradient
+    becomes this gradient, unless the gradient is zero there.
+    """
 
 
 @_operator(

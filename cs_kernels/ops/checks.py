@@ -252,8 +252,12 @@ def check_group_of(group_of: Ints, groups: int, tensors: int) -> None:
         raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
 
 
-def check_task_weights(weights: Tensor, group_of: Ints, tasks: int, updates: Tensors) -> None:
+def check_task_weights(
+    weights: Tensor, group_of: Ints, tasks: int, updates: Tensors, protected: int | None = None
+) -> None:
     check_tasks(tasks)
+    if protected is not None and not 0 <= protected < tasks:
+        raise ValueError(f"protected must be None or lie in [0, {tasks}), got {protected}")
     check_type(weights, "weights")
     check_device(weights, device_of(updates), "weights")
     if weights.ndim != 2 or weights.shape[1] != tasks:

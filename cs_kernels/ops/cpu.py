@@ -112,13 +112,16 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
         )
         return result
 
-    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+    def run_combine(
+        self, operands: Operands, weights: Tensor, group_of: Ints, protected: int | None
+    ) -> None:
         in_double = weights.to(torch.float64)
         _C.combine(
             operands.native,
             group_of=group_of,
             groups=len(weights),
             weights=in_double.data_ptr(),
+            protected_task=-1 if protected is None else protected,
             threads=torch.get_num_threads(),
         )
 

@@ -161,10 +161,16 @@ class CudaOperators(GpuOperators):
             out=out.data_ptr(),
         )
 
-    def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
+    def launch_combine(
+        self, launch: GradientLaunch, weights: Tensor, protected: int | None
+    ) -> None:
         """One block per tile."""
         in_double = weights.to(torch.float64)
-        _kernels.combine(**self._gradients(launch), weights=in_double.data_ptr())
+        _kernels.combine(
+            **self._gradients(launch),
+            weights=in_double.data_ptr(),
+            protected_task=-1 if protected is None else protected,
+        )
 
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None

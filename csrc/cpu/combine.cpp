@@ -117,7 +117,8 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
         gramian[(group * width + b) * width + a] = gramian[(group * width + a) * width + b];
 }
 
-void combine(const GradientArguments& arguments, const double* weights, int threads) {
+void combine(const GradientArguments& arguments, const double* weights, std::int32_t protected_task,
+             int threads) {
   const Pieces pieces(arguments, kChunkElements);
   write_updates(
       pieces, threads,
@@ -126,8 +127,11 @@ void combine(const GradientArguments& arguments, const double* weights, int thre
       },
       [&](const RowKernels& kernels, const std::vector<const void*>& gradients,
           const std::vector<double>& factors, const Piece& piece) {
+        const auto found = std::find(piece.tasks->begin(), piece.tasks->end(), protected_task);
+        const auto guide = found - piece.tasks->begin();
         kernels.combine(gradients.data(), factors.data(), static_cast<int>(gradients.size()),
-                        piece.size, pieces.stream(), piece.update());
+                        found == piece.tasks->end() ? -1 : static_cast<int>(guide), piece.size,
+                        pieces.stream(), piece.update());
       });
 }
 

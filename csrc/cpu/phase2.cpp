@@ -137,7 +137,7 @@ void sum_rows(const Summed& summed, int threads) {
                              work.past_caches && threads > 0, sums, work.row_dots(index),
                              threads > 0 ? next.data() : nullptr);
       else
-        kernels.combine(segment.data(), ones.data(), count, layout.inner, false, sums);
+        kernels.combine(segment.data(), ones.data(), count, -1, layout.inner, false, sums);
     }
 }
 
@@ -229,7 +229,7 @@ void sum_elements(const Chunk& chunk, bool stream) {
     segment.push_back(at(gradient, tensor.type, first));
   const std::vector<double> ones(segment.size(), 1.0);
   row_kernels(tensor.type)
-      .combine(segment.data(), ones.data(), static_cast<int>(segment.size()),
+      .combine(segment.data(), ones.data(), static_cast<int>(segment.size()), -1,
                chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 

@@ -235,8 +235,8 @@ void combine_unrolled(const void* const* gradients, const double* weights, std::
 
 // For any number of tasks: the sum stays in L1 while all tasks are read.
 template <class Type>
-void combine_panels(const void* const* gradients, const double* weights, int count, std::int64_t n,
-                    bool stream, void* out) {
+void combine_panels(const void* const* gradients, const double* weights, int count, int guide,
+                    std::int64_t n, bool stream, void* out) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
@@ -254,6 +254,11 @@ void combine_panels(const void* const* gradients, const double* weights, int cou
         sum[k].add_product(w, load_some<Type>(g + k * kLanes, size - k * kLanes));
       }
     }
+    if (guide >= 0) {
+      const auto* g = static_cast<const Element*>(gradients[guide]) + start;
+      for (std::int64_t k = 0; k * kLanes < size; ++k)
+        sum[k].take_signs(load_some<Type>(g + k * kLanes, size - k * kLanes));
+    }
     for (std::int64_t k = 0; k * kLanes < size; ++k)
       if (start >= head && (k + 1) * kLanes <= size)
         Type::template store<true>(update + start + k * kLanes, sum[k]);
@@ -263,15 +268,15 @@ void combine_panels(const void* const* gradients, const double* weights, int cou
 }
 
 template <class Type>
-void combine(const void* const* gradients, const double* weights, int count, std::int64_t n,
-             bool stream, void* out) {
+void combine(const void* const* gradients, const double* weights, int count, int guide,
+             std::int64_t n, bool stream, void* out) {
   using Unrolled = void (*)(const void* const*, const double*, std::int64_t, bool, void*);
   static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
       combine_unrolled<Type, 1>, combine_unrolled<Type, 2>, combine_unrolled<Type, 3>,
       combine_unrolled<Type, 4>, combine_unrolled<Type, 5>, combine_unrolled<Type, 6>,
       combine_unrolled<Type, 7>, combine_unrolled<Type, 8>};
-  if (count > kUnrolledTasks)
-    combine_panels<Type>(gradients, weights, count, n, stream, out);
+  if (count > kUnrolledTasks || guide >= 0)
+    combine_panels<Type>(gradients, weights, count, guide, n, stream, out);
   else
     unrolled_for[count - 1](gradients, weights, n, stream, out);
 }

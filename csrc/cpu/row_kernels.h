@@ -23,9 +23,10 @@ struct RowKernels {
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, const void* const* next);
 
-  // out = sum_j weights[j] * gradients[j]. Reads count * n, writes n.
-  void (*combine)(const void* const* gradients, const double* weights, int count, std::int64_t n,
-                  bool stream, void* out);
+  // out = sum_j weights[j] * gradients[j], or gradients[guide] where this has another sign, as in
+  // cpu::combine; no guide if negative. Reads count * n, writes n.
+  void (*combine)(const void* const* gradients, const double* weights, int count, int guide,
+                  std::int64_t n, bool stream, void* out);
 
   // products[i * (i + 1) / 2 + j] = <gradients[i], gradients[j]> for j <= i < count; count is at
   // most kMaxTasks. Reads count * n.

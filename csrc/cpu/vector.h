@@ -117,6 +117,17 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
+  // Replaces the lanes without the sign of the guide's, unless that is zero. Adding zero times both
+  // propagates NaN and infinity.
+  CS_INLINE void take_signs(const Vector& guide) {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+      const Part x = part[i];
+      const Part g = guide.part[i];
+      const Part chosen = g > 0 ? (x > 0 ? x : g) : g < 0 ? (x < 0 ? x : g) : x;
+      part[i] = chosen + (x + g) * 0;
+    });
+  }
+
   // Changes the sign of lane i if bit i is set.
   CS_INLINE void negate(std::uint32_t bits) {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {

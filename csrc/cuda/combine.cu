@@ -242,22 +242,39 @@ CS_DEVICE void add_to(Number& sum, Number number, std::false_type /* first */) {
   sum += number;
 }
 
-template <class T> CS_KERNEL(kThreads, kCombineBlocks) combine_kernel(CombineLaunch launch) {
+template <class T, bool kProtects>
+CS_KERNEL(kThreads, kCombineBlocks) combine_kernel(CombineLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   const double* weights = launch.weights + piece.tensor.group * tasks;
   piece.template visit<kCombineVectors<T>>([&](const auto& pieces) {
     using Of = std::decay_t<decltype(pieces)>;
     typename Of::Numbers totals;
+    typename Of::Numbers guide = {};
     for_each_task(piece, pieces, tasks, [&](int j, const typename Of::Numbers& g, auto first) {
       const auto weight = static_cast<Wide<T>>(load(weights + j));
+      const bool guides = kProtects && j == launch.protected_task;
       CS_UNROLL(Of::kNumber)
       for (int n = 0; n < Of::kNumber; ++n) {
         CS_UNROLL(Of::kSize)
-        for (int e = 0; e < Of::kSize; ++e)
+        for (int e = 0; e < Of::kSize; ++e) {
           add_to(totals[n][e], weight * g[n][e], first);
+          if (guides)
+            guide[n][e] = g[n][e];
+        }
       }
     });
+    CS_UNROLL(Of::kNumber)
+    for (int n = 0; kProtects && n < Of::kNumber; ++n) {
+      CS_UNROLL(Of::kSize)
+      for (int e = 0; e < Of::kSize; ++e) {
+        const Wide<T> x = totals[n][e];
+        const Wide<T> g = guide[n][e];
+        const bool differs = (g > 0 && !(x > 0)) || (g < 0 && !(x < 0));
+        // Adding zero times both keeps infinities and NaN from being dropped.
+        totals[n][e] = (differs ? g : x) + 0 * (x + g);
+      }
+    }
     typename Of::Vectors vectors;
     narrow_all<T>(totals, vectors);
     write(pieces, piece.update(), vectors);
@@ -336,8 +353,9 @@ Status gramian(const GramianLaunch& arguments, Stream stream) {
 
 Status combine(const CombineLaunch& arguments, Stream stream) {
   return with_type(arguments.gradients.type, [&](auto like) {
-    return launch(combine_kernel<decltype(like)>, arguments.gradients.item_count, kThreads, 0,
-                  stream, arguments);
+    const auto kernel = arguments.protected_task < 0 ? combine_kernel<decltype(like), false>
+                                                     : combine_kernel<decltype(like), true>;
+    return launch(kernel, arguments.gradients.item_count, kThreads, 0, stream, arguments);
   });
 }
 

@@ -24,7 +24,9 @@ class CombineOperators(ABC):
         """Returns float64 [groups, K, K]."""
 
     @abstractmethod
-    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+    def run_combine(
+        self, operands: Operands, weights: Tensor, group_of: Ints, protected: int | None
+    ) -> None:
         """Writes the outputs; `weights` has shape [groups, K]."""
 
     @abstractmethod
@@ -49,12 +51,18 @@ class CombineOperators(ABC):
         return self.run_gramian(operands, group_of, groups)
 
     def combine_(
-        self, updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int
+        self,
+        updates: Tensors,
+        grads: Grads,
+        weights: Tensor,
+        group_of: Ints,
+        tasks: int,
+        protected: int | None = None,
     ) -> None:
         """Reads K * N gradient elements once and writes N."""
-        check_task_weights(weights, group_of, tasks, updates)
+        check_task_weights(weights, group_of, tasks, updates, protected)
         operands = Operands(updates, grads, tasks)
-        self.run_combine(operands, dense(weights), group_of)
+        self.run_combine(operands, dense(weights), group_of, protected)
         operands.finish()
 
     def drop_signs_(

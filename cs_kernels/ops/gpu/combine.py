@@ -179,7 +179,9 @@ class GpuCombine(CombineOperators):
         """`counters`: int32 [groups], zeros. `products`: float64 [items, tasks, tasks], scratch."""
 
     @abstractmethod
-    def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
+    def launch_combine(
+        self, launch: GradientLaunch, weights: Tensor, protected: int | None
+    ) -> None:
         """`weights`: [groups, tasks]."""
 
     @abstractmethod
@@ -253,12 +255,14 @@ class GpuCombine(CombineOperators):
             results.append(result)
         return results[0] if len(results) == 1 else torch.stack(results).sum(0)
 
-    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+    def run_combine(
+        self, operands: Operands, weights: Tensor, group_of: Ints, protected: int | None
+    ) -> None:
         for launch in self._gradient_launches(
             operands, group_of, len(weights), one_tile=self.one_tile
         ):
             if len(launch.items):
-                self.launch_combine(launch, weights)
+                self.launch_combine(launch, weights, protected)
 
     def run_drop_signs(
         self,

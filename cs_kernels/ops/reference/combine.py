@@ -37,15 +37,28 @@ def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     return result
 
 
-def combine_(updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int) -> None:
-    """Update = sum_j weights[group, j] * grads[j]."""
-    check_task_weights(weights, group_of, tasks, updates)
+def combine_(
+    updates: Tensors,
+    grads: Grads,
+    weights: Tensor,
+    group_of: Ints,
+    tasks: int,
+    protected: int | None = None,
+) -> None:
+    """Update = sum_j weights[group, j] * grads[j], with the signs of a protected gradient."""
+    check_task_weights(weights, group_of, tasks, updates, protected)
     check_gradients(updates, grads, tasks)
     for t, update in enumerate(updates):
         total = torch.zeros_like(update, dtype=torch.float64)
         for j, grad in enumerate(grads[t * tasks : (t + 1) * tasks]):
             if grad is not None:
                 total += weights[group_of[t], j].double() * grad.double()
+        guide = None if protected is None else grads[t * tasks + protected]
+        if guide is not None:
+            wide = guide.double()
+            differs = ((wide > 0) & ~(total > 0)) | ((wide < 0) & ~(total < 0))
+            # Adding zero times both keeps infinities and NaN from being dropped.
+            total = torch.where(differs, wide, total) + 0 * (total + wide)
         update.copy_(total)
 
 

@@ -163,11 +163,11 @@ class TritonOperators(GpuOperators):
             strength, priority, channels, tasks, TASKS=rounded, **OPTIONS
         )
 
-    def _launch(self, kernel: Any, launch: GradientLaunch, *tensors: Tensor) -> None:
+    def _launch(self, kernel: Any, launch: GradientLaunch, *tensors: Tensor, **more: Any) -> None:
         tables = launch.items, launch.tensors, launch.table
         variant = Variant.of(launch.tasks, launch.dtype)
         constants = gradient_constants(variant, launch.dtype) | gradient_options(variant.tasks)
-        kernel[(len(launch.items),)](*tables, *tensors, launch.tasks, **constants)
+        kernel[(len(launch.items),)](*tables, *tensors, launch.tasks, **constants, **more)
 
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
@@ -175,9 +175,11 @@ class TritonOperators(GpuOperators):
         """The last program of a group to finish adds up the group's products."""
         self._launch(combine.gramian_kernel, launch, counters, products, out)
 
-    def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
+    def launch_combine(
+        self, launch: GradientLaunch, weights: Tensor, protected: int | None
+    ) -> None:
         """One program per tile."""
-        self._launch(combine.combine_kernel, launch, weights)
+        self._launch(combine.combine_kernel, launch, weights, PROTECTED=protected)
 
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None

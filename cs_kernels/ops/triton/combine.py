@@ -150,7 +150,7 @@ def gramian_kernel(
 
 
 @triton.jit
-def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
+def _combine_tile(addresses, first, size, weights, tasks, PROTECTED: constexpr, T: constexpr):
     total = tl.zeros([T.elements], T.wide)
     # For K <= 8 the compiler sees a single iteration, and can move loads out of the loop.
     for first_j in range(0, tasks if T.tasks > T.block else 1, T.block):
@@ -160,24 +160,38 @@ def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
         # A missing gradient counts as zero, whatever its weight.
         exists = tl.load(addresses + GRADIENTS + j, j < tasks, other=0) != 0
         total += tl.sum(tl.where(exists, weight, 0.0)[:, None] * g, 0)
+    if PROTECTED is not None:
+        guide = tl.sum(_gradients(addresses, first, PROTECTED + tl.arange(0, 1), size, tasks, T), 0)
+        differs = ((guide > 0) & (total <= 0)) | ((guide < 0) & (total >= 0))
+        # Adding zero times both keeps infinities and NaN from being dropped.
+        total = tl.where(differs, guide, total) + 0.0 * (total + guide)
     _write(addresses, first, size, total, T)
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def combine_kernel(
-    items, tensors, table, weights, tasks, TASKS: constexpr, ELEMENTS: constexpr, DTYPE: constexpr
+    items,
+    tensors,
+    table,
+    weights,
+    tasks,
+    TASKS: constexpr,
+    ELEMENTS: constexpr,
+    DTYPE: constexpr,
+    PROTECTED: constexpr,
 ):
     """Computes one tile of the weighted sum; `weights` is [groups, tasks].
 
-    See `gramian_kernel` for the other arguments.
+    PROTECTED is the task whose gradient gives elements their signs, or None. See `gramian_kernel`
+    for the other arguments.
     """
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     weights += tl.load(tensor + GROUP) * tasks
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
     if (tl.load(addresses + ALIGNED) != 0) & (first + ELEMENTS <= size):
-        _combine_tile(addresses, first, size, weights, tasks, T)
+        _combine_tile(addresses, first, size, weights, tasks, PROTECTED, T)
     else:
-        _combine_tile(addresses, first, size, weights, tasks, unaligned(T))
+        _combine_tile(addresses, first, size, weights, tasks, PROTECTED, unaligned(T))
 
 
 @triton.jit

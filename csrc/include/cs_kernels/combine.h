@@ -32,9 +32,11 @@ namespace cpu {
 // Writes gramian [groups, tasks, tasks]. Reads every gradient once.
 void gramian(const GradientArguments& arguments, double* gramian, int threads);
 
-// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. Reads every gradient
-// once, writes the update once.
-void combine(const GradientArguments& arguments, const double* weights, int threads);
+// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. An element without the
+// sign of the protected task's gradient becomes this gradient, unless that is zero; a negative
+// number protects no task. Reads every gradient once, writes the update once.
+void combine(const GradientArguments& arguments, const double* weights, std::int32_t protected_task,
+             int threads);
 
 // GradDrop: per element, adds either the positive or the negative gradients; the probability of
 // the positive gradients is their share of the sum of absolute values. The fraction leaks[j] of

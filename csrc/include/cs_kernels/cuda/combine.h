@@ -57,10 +57,12 @@ struct GramianLaunch {
 };
 Status gramian(const GramianLaunch& launch, Stream stream);
 
-// update = sum_j weights[group, j] * gradients[j]. Reads every gradient once, writes the update.
+// update = sum_j weights[group, j] * gradients[j], with the signs of the protected task's gradient
+// as in cpu::combine. Reads every gradient once, writes the update.
 struct CombineLaunch {
   GradientLaunch gradients;
   const double* weights; // [groups, tasks]
+  std::int32_t protected_task;
 };
 Status combine(const CombineLaunch& launch, Stream stream);
 
