@@ -139,20 +139,22 @@ def check(
     return run
 
 
-def _of_gradients(kernel: Any) -> Callable[..., None]:
+def _of_gradients(kernel: Any, **constants: Any) -> Callable[..., None]:
     @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test(check: Callable[..., Contractions], dtype: torch.dtype, tasks: int) -> None:
         variant = Variant.of(tasks, dtype)
-        check(kernel, gradient_constants(variant, dtype), gradient_options(variant.tasks))
+        known = gradient_constants(variant, dtype) | constants
+        check(kernel, known, gradient_options(variant.tasks))
 
     return test
 
 
 test_phase2 = _of_gradients(phase2.phase2_kernel)
 test_gramian = _of_gradients(combine.gramian_kernel)
-test_combine = _of_gradients(combine.combine_kernel)
+test_combine = _of_gradients(combine.combine_kernel, PROTECTED=None)
+test_combine_with_protected_signs = _of_gradients(combine.combine_kernel, PROTECTED=1)
 test_drop_signs = _of_gradients(combine.drop_signs_kernel)
 
 

@@ -13,13 +13,12 @@ Each row starts from the same pretrained network; a seed draws other batches.
 """
 
 import ast
-import json
 import pydoc_data.topics
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 import scipy
@@ -30,18 +29,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, interval, seeded
+from uses.use import Column, Result, Use, seeded
 
 TASKS = KEEP, TRAIN = ("keep", "train")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 LENGTH, BATCH = 128, 8
 """Characters in a sample, and samples in a batch of each task."""
 PRETRAINING_STEPS, PRETRAINING_RATE = 3000, 3e-3
-STEPS, RATE, EVERY = 240, 3e-4, 12
-"""Steps of AdamW after the pretraining, its learning rate, and the steps between measurements."""
-WEIGHTS = (3.0, 10.0, 30.0)
-FORGOTTEN = 3.0
-"""The loss of the text to forget at which rows are compared."""
+STEPS, EVERY = 240, 12
+"""Steps of AdamW after the pretraining, and the steps between measurements."""
+RATES = {"forget": 3e-4, "learn": 1e-3}
+"""AdamW's learning rate in each problem."""
+LEVELS = {"forget": 3.0, "learn": 1.5}
+"""The loss of the new text at which rows are compared."""
+DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect")
 
 
 class Decoder(nn.Module):
@@ -157,3 +158,128 @@ def pretrained(quick: bool) -> dict[str, Tensor]:
         adamw.step()
         rate.step()
     return network.state_dict()
+
+
+ROWS = {
+    "new alone": (cs.Sum, 0.0, 1),
+    "Sum": (cs.Sum, 1.0, 1),
+    "Sum, times 3": (cs.Sum, 3.0, 1),
+    "Sum, times 10": (cs.Sum, 10.0, 1),
+    "Sum, times 30": (cs.Sum, 30.0, 1),
+    "Sum, every 4th": (cs.Sum, 1.0, 4),
+    "Sum, every 16th": (cs.Sum, 1.0, 16),
+    "PCGrad": (cs.PCGrad, 1.0, 1),
+    "UPGrad": (cs.UPGrad, 1.0, 1),
+    "SAGO": (partial(cs.SAGO, KEEP), 1.0, 1),
+    "Protect": (partial(cs.Protect, KEEP), 1.0, 1),
+    "Protect, by layer": (partial(cs.Protect, KEEP, groups="layer"), 1.0, 1),
+    "Protect, kept 4": (partial(cs.Protect, KEEP, refresh_every=4), 1.0, 1),
+    "Protect, kept 16": (partial(cs.Protect, KEEP, refresh_every=16), 1.0, 1),
+    "Protect, span 4": (partial(cs.Protect, KEEP, refresh_every=4, rank=4), 1.0, 1),
+    "Protect, balancer": (partial(cs.Protect, KEEP), 1.0, 1),
+}
+"""By row: the method, the weight of the loss to keep, and in which steps it is part of the sum."""
+NEW = {"forget": "code", "learn": "headers"}
+"""By problem: the text that is forgotten or learned."""
+
+
+def losses(problem: str, network: nn.Module, generator: torch.Generator) -> Callable[[str], Tensor]:
+    """The loss of each task on new batches."""
+    samples = {KEEP: batch("documentation", generator), TRAIN: batch(NEW[problem], generator)}
+
+    def loss_of(task: str) -> Tensor:
+        of_samples = loss(network, samples[task])
+        return simnpo(of_samples) if (problem, task) == ("forget", TRAIN) else of_samples.mean()
+
+    return loss_of
+
+
+def make_step(
+    row: str, network: nn.Module, adamw: torch.optim.Optimizer
+) -> Callable[[int, Callable[[str], Tensor]], None]:
+    """A function that makes a step of a row, given its number and the losses."""
+    make, weight, every = ROWS[row]
+    if row.endswith("balancer"):
+        balancer = cs.GradientBalancer(network.parameters(), TASKS, make(), adamw)
+
+        def balanced(_: int, loss_of: Callable[[str], Tensor]) -> None:
+            adamw.zero_grad()
+            for task in TASKS:
+                with balancer.task(task):
+                    loss_of(task).backward()
+            adamw.step()
+
+        return balanced
+    weighting = cs.FixedWeights({KEEP: weight or 1.0, TRAIN: 1.0})
+    opt = cs.MultiTaskOptimizer(network, adamw, TASKS, make(), weighting=weighting)
+
+    def step(number: int, loss_of: Callable[[str], Tensor]) -> None:
+        opt.step(loss_of, tasks=TASKS if weight and number % every == 0 else [TRAIN])
+
+    return step
+
+
+def train(row: str, seed: int, quick: bool) -> Result:
+    """A run: the losses of the texts every few steps, and when the comparison is made."""
+    problem, _, row = row.partition("/")
+    torch.manual_seed(seed)
+    network = Decoder()
+    network.load_state_dict(pretrained(quick))
+    adamw = torch.optim.AdamW(network.parameters(), RATES[problem], weight_decay=0.0)
+    step, generator = make_step(row, network, adamw), seeded(seed)
+    names = {"new": NEW[problem], "kept": "documentation", "other": "science"}
+    path: dict[str, list[float]] = {name: [] for name in names}
+    for number in range((EVERY if quick else STEPS) + 1):
+        if number % EVERY == 0:
+            found = measure(network, list(names.values()), 4 if quick else 64)
+            for name, text in names.items():
+                path[name].append(found[text])
+        step(number, losses(problem, network, generator))
+    return {**at_level(path, LEVELS[problem]), "path": path}
+
+
+def at_level(path: Mapping[str, Sequence[float]], level: float) -> Result:
+    """Losses where the new text's loss first crosses a level, between two measurements."""
+    new, up = path["new"], level > path["new"][0]
+    for i, (before, after) in enumerate(pairwise(new)):
+        if before != after and (after >= level) == up and (before >= level) != up:
+            share = (level - before) / (after - before)
+            found = {k: path[k][i] + share * (path[k][i + 1] - path[k][i]) for k in path}
+            return {**found, "steps": EVERY * (i + share)}
+    return dict.fromkeys([*path, "steps"])
+
+
+def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
+    """Plots what is lost of the texts to keep against what is forgotten or learned."""
+
+    def paths() -> Figure:
+        figure, axes = style.panels(2, 2, 7.0)
+        for problem, of_problem in zip(NEW, axes, strict=True):
+            for name, ax in zip(("kept", "other"), of_problem, strict=True):
+                for row in DRAWN:
+                    runs = [run["path"] for run in results[f"{problem}/{row}"]]
+                    x, y = (
+                        [mean(at) for at in zip(*(run[of] for run in runs), strict=True)]
+                        for of in ("new", name)
+                    )
+                    ax.plot(x, y, label=row, color=style.method(row))
+                ax.set_title(f"{problem}: {name}")
+                ax.set(xlabel=f"loss of the {NEW[problem]}", ylabel="loss")
+        axes[0, 0].legend(fontsize=8)
+        return figure
+
+    style.save(folder / "protect.svg", paths)
+
+
+USE = Use(
+    name="protect",
+    title="row",
+    rows=[f"{problem}/{row}" for problem in NEW for row in ROWS],
+    train=train,
+    columns=(
+        Column("kept", "documentation", 3),
+        Column("other", "SciPy", 3),
+        Column("steps", "steps", 0),
+    ),
+    draw=draw,
+)

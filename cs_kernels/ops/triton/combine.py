@@ -162,9 +162,10 @@ def _combine_tile(addresses, first, size, weights, tasks, PROTECTED: constexpr, 
         total += tl.sum(tl.where(exists, weight, 0.0)[:, None] * g, 0)
     if PROTECTED is not None:
         guide = tl.sum(_gradients(addresses, first, PROTECTED + tl.arange(0, 1), size, tasks, T), 0)
+        # Adding zero times the other number keeps infinities and NaN from being dropped.
+        guide += 0.0 * total
         differs = ((guide > 0) & (total <= 0)) | ((guide < 0) & (total >= 0))
-        # Adding zero times both keeps infinities and NaN from being dropped.
-        total = tl.where(differs, guide, total) + 0.0 * (total + guide)
+        total = tl.where(differs, guide, total + 0.0 * guide)
     _write(addresses, first, size, total, T)
 
 
