@@ -49,6 +49,8 @@ METHODS = {
     "NTKMTL": "#4f9d8f",
     "DBMTL": "#b0567a",
     "GradDrop": "#7a9440",
+    "Protect": BLUE,
+    "SAGO": RED,
 }
 TASKS = (TEAL, ORANGE, PURPLE, OLIVE, PINK)
 """In the order of the tasks."""

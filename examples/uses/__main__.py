@@ -24,6 +24,7 @@ NAMES = (
     "agreement",
     "photograph",
     "lagged",
+    "protect",
 )
 
 

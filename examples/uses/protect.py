@@ -15,6 +15,7 @@ Each row starts from the same pretrained network; a seed draws other batches.
 import ast
 import pydoc_data.topics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,12 +37,36 @@ CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 LENGTH, BATCH = 128, 8
 """Characters in a sample, and samples in a batch of each task."""
 PRETRAINING_STEPS, PRETRAINING_RATE = 3000, 3e-3
-STEPS, EVERY = 240, 12
-"""Steps of AdamW after the pretraining, and the steps between measurements."""
-RATES = {"forget": 3e-4, "learn": 1e-3}
-"""AdamW's learning rate in each problem."""
-LEVELS = {"forget": 3.0, "learn": 1.5}
-"""The loss of the new text at which rows are compared."""
+EVERY = 8
+"""The number of steps between two measurements."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What happens to the pretrained network."""
+
+    new: str
+    """The text that it forgets or learns."""
+    objective: Callable[[Tensor], Tensor]
+    """From the mean loss of each sample [N] to the loss of the task."""
+    rate: float
+    """AdamW's learning rate."""
+    steps: int
+    level: float
+    """The loss of the new text at which rows are compared."""
+
+
+def simnpo(of_samples: Tensor) -> Tensor:
+    """A bounded loss of forgetting: SimNPO (Fan et al. 2024) with beta = 1 and no margin."""
+    return -2 * functional.logsigmoid(of_samples).mean()
+
+
+PROBLEMS = {
+    "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 5.0),
+    "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.4),
+    "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0),
+}
+OLD = {"kept": "documentation, in the batches", "other": "SciPy, not in them"}
 DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect")
 
 
@@ -75,9 +100,9 @@ def _without_documentation(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            if isinstance(body[0].value, ast.Constant):
-                body[0] = ast.Pass()
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            body[0] = ast.Pass()
     return ast.unparse(tree)
 
 
@@ -130,11 +155,6 @@ def loss(network: nn.Module, samples: Tensor) -> Tensor:
     return functional.cross_entropy(logits, samples[:, 1:], reduction="none").mean(1)
 
 
-def simnpo(of_samples: Tensor, beta: float = 1.0) -> Tensor:
-    """The loss of forgetting: SimNPO (Fan et al. 2024), without a margin."""
-    return -2 / beta * functional.logsigmoid(beta * of_samples).mean()
-
-
 @torch.no_grad()
 def measure(network: nn.Module, names: Sequence[str], samples: int) -> dict[str, float]:
     """The loss of each text, on parts that are never trained on."""
@@ -165,13 +185,14 @@ ROWS = {
     "Sum": (cs.Sum, 1.0, 1),
     "Sum, times 3": (cs.Sum, 3.0, 1),
     "Sum, times 10": (cs.Sum, 10.0, 1),
-    "Sum, times 30": (cs.Sum, 30.0, 1),
     "Sum, every 4th": (cs.Sum, 1.0, 4),
     "Sum, every 16th": (cs.Sum, 1.0, 16),
     "PCGrad": (cs.PCGrad, 1.0, 1),
     "UPGrad": (cs.UPGrad, 1.0, 1),
     "SAGO": (partial(cs.SAGO, KEEP), 1.0, 1),
     "Protect": (partial(cs.Protect, KEEP), 1.0, 1),
+    "Protect, times 3": (partial(cs.Protect, KEEP), 3.0, 1),
+    "Protect, times 10": (partial(cs.Protect, KEEP), 10.0, 1),
     "Protect, by layer": (partial(cs.Protect, KEEP, groups="layer"), 1.0, 1),
     "Protect, kept 4": (partial(cs.Protect, KEEP, refresh_every=4), 1.0, 1),
     "Protect, kept 16": (partial(cs.Protect, KEEP, refresh_every=16), 1.0, 1),
@@ -179,19 +200,15 @@ ROWS = {
     "Protect, balancer": (partial(cs.Protect, KEEP), 1.0, 1),
 }
 """By row: the method, the weight of the loss to keep, and in which steps it is part of the sum."""
-NEW = {"forget": "code", "learn": "headers"}
-"""By problem: the text that is forgotten or learned."""
 
 
-def losses(problem: str, network: nn.Module, generator: torch.Generator) -> Callable[[str], Tensor]:
+def losses(
+    problem: Problem, network: nn.Module, generator: torch.Generator
+) -> Callable[[str], Tensor]:
     """The loss of each task on new batches."""
-    samples = {KEEP: batch("documentation", generator), TRAIN: batch(NEW[problem], generator)}
-
-    def loss_of(task: str) -> Tensor:
-        of_samples = loss(network, samples[task])
-        return simnpo(of_samples) if (problem, task) == ("forget", TRAIN) else of_samples.mean()
-
-    return loss_of
+    samples = {KEEP: batch("documentation", generator), TRAIN: batch(problem.new, generator)}
+    objectives = {KEEP: Tensor.mean, TRAIN: problem.objective}
+    return lambda task: objectives[task](loss(network, samples[task]))
 
 
 def make_step(
@@ -220,22 +237,23 @@ def make_step(
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """A run: the losses of the texts every few steps, and when the comparison is made."""
-    problem, _, row = row.partition("/")
+    """A run: the losses of the texts every few steps, and where the rows are compared."""
+    name, _, row = row.partition("/")
+    problem = PROBLEMS[name]
     torch.manual_seed(seed)
     network = Decoder()
     network.load_state_dict(pretrained(quick))
-    adamw = torch.optim.AdamW(network.parameters(), RATES[problem], weight_decay=0.0)
+    adamw = torch.optim.AdamW(network.parameters(), problem.rate, weight_decay=0.0)
     step, generator = make_step(row, network, adamw), seeded(seed)
-    names = {"new": NEW[problem], "kept": "documentation", "other": "science"}
+    names = {"new": problem.new, "kept": "documentation", "other": "science"}
     path: dict[str, list[float]] = {name: [] for name in names}
-    for number in range((EVERY if quick else STEPS) + 1):
+    for number in range((EVERY if quick else problem.steps) + 1):
         if number % EVERY == 0:
-            found = measure(network, list(names.values()), 4 if quick else 64)
+            found = measure(network, list(names.values()), 4 if quick else 48)
             for name, text in names.items():
                 path[name].append(found[text])
         step(number, losses(problem, network, generator))
-    return {**at_level(path, LEVELS[problem]), "path": path}
+    return {**at_level(path, problem.level), "path": path}
 
 
 def at_level(path: Mapping[str, Sequence[float]], level: float) -> Result:
@@ -250,11 +268,11 @@ def at_level(path: Mapping[str, Sequence[float]], level: float) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Plots what is lost of the texts to keep against what is forgotten or learned."""
+    """Plots the losses of the old texts against that of the new one, as means over the seeds."""
 
     def paths() -> Figure:
-        figure, axes = style.panels(2, 2, 7.0)
-        for problem, of_problem in zip(NEW, axes, strict=True):
+        figure, axes = style.panels(len(PROBLEMS), 2, 9.0)
+        for (problem, facts), of_problem in zip(PROBLEMS.items(), axes, strict=True):
             for name, ax in zip(("kept", "other"), of_problem, strict=True):
                 for row in DRAWN:
                     runs = [run["path"] for run in results[f"{problem}/{row}"]]
@@ -262,9 +280,10 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
                         [mean(at) for at in zip(*(run[of] for run in runs), strict=True)]
                         for of in ("new", name)
                     )
-                    ax.plot(x, y, label=row, color=style.method(row))
-                ax.set_title(f"{problem}: {name}")
-                ax.set(xlabel=f"loss of the {NEW[problem]}", ylabel="loss")
+                    line = "--" if "," in row else "-"
+                    ax.plot(x, y, line, label=row, color=style.method(row))
+                ax.set_title(f"{problem}: {OLD[name]}")
+                ax.set(xlabel=f"loss of the {facts.new}", ylabel="loss")
         axes[0, 0].legend(fontsize=8)
         return figure
 
@@ -274,7 +293,7 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
 USE = Use(
     name="protect",
     title="row",
-    rows=[f"{problem}/{row}" for problem in NEW for row in ROWS],
+    rows=[f"{problem}/{row}" for problem in PROBLEMS for row in ROWS],
     train=train,
     columns=(
         Column("kept", "documentation", 3),
