@@ -30,6 +30,7 @@ from recipe_training import (
     trained,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import cs_kernels as cs
 
@@ -202,6 +203,70 @@ def test_with_peft(float64):
     assert conflicts > 0
     difference = largest_difference(network.state_dict(), plain.state_dict())
     assert difference <= stated(module)
+
+
+class _PlainProtection:
+    """A protected task's gradient, of one step in four, against which updates are projected."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = parameters
+        self.kept = None
+        self.conflicts = self.passes = 0
+
+    def rows(self, loss: Tensor, step: int | None = None):
+        """The gradient of a loss, flat."""
+        self.passes += step is not None
+        grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        filled = [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(self.parameters, grads, strict=True)
+        ]
+        return torch.cat([grad.flatten() for grad in filled])
+
+    def update(self, new: Tensor, old: Tensor | None):
+        """Writes `.grad` of a step, with the old gradient or without one."""
+        self.kept = self.kept if old is None else old
+        product = new @ self.kept
+        self.conflicts += int(product < 0)
+        update = new - product.clamp(max=0) / (self.kept @ self.kept) * self.kept
+        update = update if old is None else update + old
+        sizes = [p.numel() for p in self.parameters]
+        for p, grad in zip(self.parameters, update.split(sizes), strict=True):
+            p.grad = grad.view_as(p)
+
+
+def test_protect_transformers(float64, accelerate, tmp_path):
+    module = recipe("protect_transformers")
+    options = {"use_cpu": True, "train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
+    network = module.train(str(tmp_path), learning_rate=0.0, **options).model
+    trainer = module.train(str(tmp_path), **options)
+    adam = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.0)
+    plain = _PlainProtection([*network.parameters()])
+
+    def loss(ids: Tensor):
+        return network(input_ids=ids, labels=ids).loss
+
+    new = module.texts(48, -1).view(6, 2, 4, 16)
+    for step in range(12):
+        adam.param_groups[0]["lr"] = 1e-2 * (1 - step / 12)
+        old = plain.rows(loss(trainer.old[step % 5]), step) if step % 4 == 0 else None
+        plain.update(sum(plain.rows(loss(ids) / 2) for ids in new[step % 6]), old)
+        adam.step()
+    assert plain.passes == 3
+    assert plain.conflicts > 0
+    assert_equal_as_stated(module, trainer.model, network.state_dict())
+
+
+def test_protect_transformers_resumed(accelerate, tmp_path):
+    """Training stops between two updates that compute the old text's gradient."""
+    module = recipe("protect_transformers")
+    options = {"save_steps": 1, "use_cpu": True}
+    straight = module.train(str(tmp_path), **options)
+    for step in (6, 7):
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        resumed = module.train(str(tmp_path / "resumed"), checkpoint, **options)
+        assert largest_difference(resumed.model.state_dict(), straight.model.state_dict()) == 0
+        assert resumed.state.log_history[step]["kept_age/old"] == step % 4
 
 
 def test_add_a_task(float64):
@@ -476,8 +541,40 @@ def test_on_many_ranks(float64, pools):
         assert largest_difference(state, expected) <= stated(recipe("on_many_ranks"))
 
 
+def _protected_on_a_rank(rank):
+    with in_float64():
+        network, history = recipe("protect_ranks").train()
+    assert [*map(len, history)] == [2, 1, 1, 1] * 3
+    return get_model_state_dict(network, options=StateDictOptions(full_state_dict=True))
+
+
+@pytest.mark.ranks
+def test_protect_ranks(float64, pools):
+    """A head's gradients are never projected; the old head has gradients in one of four steps."""
+    module = recipe("protect_ranks")
+    network = toy.make_network(normalized=False)
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
+    plain = _PlainProtection([*network.trunk.parameters()])
+    for step in range(12):
+        images, targets = toy.make_batches()[step % 3]
+        adam.zero_grad()
+        rows = {}
+        for task in module.TASKS[step % 4 > 0 :]:
+            loss = toy.loss_of(task, network(images, task), targets[task])
+            rows[task] = plain.rows(loss, step)
+            loss = toy.loss_of(task, network(images, task), targets[task])
+            loss.backward(inputs=[*network.heads[task].parameters()])
+        plain.update(rows[module.NEW], rows.get(module.OLD))
+        adam.step()
+    assert plain.conflicts > 0
+    for state in pools(2).run(_protected_on_a_rank):
+        assert largest_difference(state, network.state_dict()) <= stated(module)
+
+
 OPTIONS = {"compiled": ["--backend", "eager"]}
 PRINTED = {
+    "protect_ranks": r"'edges': \d+\.\d+",
+    "protect_transformers": r"'loss/new': '\d+\.\d+",
     "with_peft": r"\{'old': \d+\.\d+",
     "with_transformers": r"'loss/topic': '\d+\.\d+",
     "balanced_transformers": r"'task_weight/topic': '\d+\.\d+",
