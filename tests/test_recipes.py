@@ -216,12 +216,8 @@ class _PlainProtection:
     def rows(self, loss: Tensor, step: int | None = None):
         """The gradient of a loss, flat."""
         self.passes += step is not None
-        grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        filled = [
-            torch.zeros_like(p) if g is None else g
-            for p, g in zip(self.parameters, grads, strict=True)
-        ]
-        return torch.cat([grad.flatten() for grad in filled])
+        grads = torch.autograd.grad(loss, self.parameters)
+        return torch.cat([grad.flatten() for grad in grads])
 
     def update(self, new: Tensor, old: Tensor | None):
         """Writes `.grad` of a step, with the old gradient or without one."""

@@ -23,7 +23,17 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from uses import __main__ as command
-from uses import agreement, digits, finetune, lagged, photograph, pinn, priorities, tabular
+from uses import (
+    agreement,
+    digits,
+    finetune,
+    lagged,
+    photograph,
+    pinn,
+    priorities,
+    protect,
+    tabular,
+)
 from uses.finetune import CLASSES, HEIGHT, STRIDE, WIDTH
 from uses.use import Column, _cell, delta_m, interval, write
 
@@ -436,7 +446,7 @@ def test_runs_are_reproducible(monkeypatch, use, row):
 
 @pytest.mark.parametrize(
     "use",
-    [module.USE for module in (agreement, finetune, photograph, priorities, tabular)],
+    [module.USE for module in (agreement, finetune, photograph, priorities, protect, tabular)],
     ids=lambda use: use.name,
 )
 def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
@@ -525,3 +535,21 @@ def test_ctrl_c_ends_the_command(tmp_path):
     assert process.returncode == 130, printed
     assert "the same command goes on" in printed
     assert 0 < len([*tmp_path.rglob("seed*.json")]) < len(digits.USE.rows) / 2
+
+
+def test_texts_of_installed_packages() -> None:
+    texts = protect.texts()
+    assert min(map(len, texts.values())) > 100_000
+    code = "".join(protect.CHARACTERS[i] for i in texts["code"][:20_000])
+    assert '"""' not in code
+    assert code.count("def ") > 50
+    x = protect.batch("code", torch.Generator().manual_seed(0))
+    assert x.shape == (protect.BATCH, protect.LENGTH + 1)
+
+
+def test_the_comparison_at_one_loss() -> None:
+    path = {"new": [1.0, 3.0, 7.0], "kept": [1.0, 1.5, 2.5], "other": [2.0, 2.0, 4.0]}
+    assert protect.at_level(path, 5.0) == {"new": 5.0, "kept": 2.0, "other": 3.0, "steps": 12.0}
+    falls = {name: [*reversed(values)] for name, values in path.items()}
+    assert protect.at_level(falls, 5.0)["steps"] == 4.0
+    assert protect.at_level(path, 8.0)["other"] is None

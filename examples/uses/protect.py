@@ -95,6 +95,11 @@ class Decoder(nn.Module):
         return self.output(self.norm(x))
 
 
+def make_network(quick: bool) -> Decoder:
+    """The network, or a tiny one to see that the code runs."""
+    return Decoder(width=16, layers=1) if quick else Decoder()
+
+
 def _without_documentation(source: str) -> str:
     """Python code without comments and documentation strings."""
     tree = ast.parse(source)
@@ -166,7 +171,7 @@ def measure(network: nn.Module, names: Sequence[str], samples: int) -> dict[str,
 def pretrained(quick: bool) -> dict[str, Tensor]:
     """The state of a network that knows three texts."""
     torch.manual_seed(0)
-    network, steps = Decoder(), 20 if quick else PRETRAINING_STEPS
+    network, steps = make_network(quick), 20 if quick else PRETRAINING_STEPS
     adamw = torch.optim.AdamW(network.parameters(), PRETRAINING_RATE)
     rate = torch.optim.lr_scheduler.OneCycleLR(adamw, PRETRAINING_RATE, steps)
     generator = seeded(0)
@@ -241,7 +246,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
     name, _, row = row.partition("/")
     problem = PROBLEMS[name]
     torch.manual_seed(seed)
-    network = Decoder()
+    network = make_network(quick)
     network.load_state_dict(pretrained(quick))
     adamw = torch.optim.AdamW(network.parameters(), problem.rate, weight_decay=0.0)
     step, generator = make_step(row, network, adamw), seeded(seed)
