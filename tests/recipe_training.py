@@ -27,7 +27,7 @@ MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
 
 
 def recipe(name: str) -> Any:
-    framework = re.search("accelerate|fabric|lightning|peft|timm|transformers", name)
+    framework = re.search("accelerate|deepspeed|fabric|lightning|peft|timm|transformers", name)
     if framework:
         torchvision_operators.define()
         pytest.importorskip(framework[0].replace("fabric", "lightning"))

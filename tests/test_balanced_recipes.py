@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from plain_training import in_float64, largest_difference
 from ranks import Pools
 from recipe_training import assert_equal_as_stated, recipe, stated
@@ -226,3 +227,30 @@ def test_ranks(pools: Pools, sharded: bool) -> None:
     assert len(history) == 12
     difference = largest_difference(state, plain.network.state_dict())
     assert difference <= stated(recipe("balanced_ranks"))
+
+
+def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO stages 0, 1 and 2, in one process."""
+    module = recipe("balanced_deepspeed")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for variable, value in {**address, "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(variable, value)
+    for stage in range(3):  # One process group: DeepSpeed keeps its own reference to it.
+        network, history = module.train(stage=stage)
+        plain = PlainBalance(*_toy_network(), torch.optim.SGD)
+        batches = toy.make_task_batches()
+        for step, numbers in enumerate(history):
+            plain.step(batches[step % 3 * 2 :][:2])
+            weights = {task: numbers[f"task_weight/{task}"] for task in plain.weights}
+            expected = {task: float(weight) for task, weight in plain.weights.items()}
+            assert weights == pytest.approx(expected, rel=1e-3)
+        difference = largest_difference(network.state_dict(), plain.network.state_dict())
+        assert difference <= stated(module), stage
+    dist.destroy_process_group()
+
+
+def test_parameters_that_deepspeed_has_partitioned() -> None:
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape = torch.Size([3, 2])  # As ZeRO stage 3 sets it.
+    with pytest.raises(ValueError, match=r"parameters must be whole, .* ZeRO stage 3"):
+        cs.GradientBalancer([weight], ["a", "b"])

@@ -76,6 +76,11 @@ def checked_parameters(
             raise TypeError(
                 f"parameters must be torch.nn.Parameter, got {type(p).__name__} for {name!r}"
             )
+        if hasattr(p, "ds_shape"):
+            raise ValueError(
+                f"parameters must be whole, but DeepSpeed's ZeRO stage 3 has partitioned {name!r}:"
+                " use stage 2, or fully_shard"
+            )
         found.setdefault(p, name)
     if not found:
         raise ValueError("parameters must have at least one parameter, got none")
