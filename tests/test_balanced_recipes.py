@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from plain_training import in_float64, largest_difference
 from ranks import Pools
 from recipe_training import assert_equal_as_stated, recipe, stated
@@ -235,7 +234,7 @@ def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     for variable, value in {**address, "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(variable, value)
-    for stage in range(3):  # One process group: DeepSpeed keeps its own reference to it.
+    for stage in range(3):
         network, history = module.train(stage=stage)
         plain = PlainBalance(*_toy_network(), torch.optim.SGD)
         batches = toy.make_task_batches()
@@ -246,7 +245,7 @@ def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert weights == pytest.approx(expected, rel=1e-3)
         difference = largest_difference(network.state_dict(), plain.network.state_dict())
         assert difference <= stated(module), stage
-    dist.destroy_process_group()
+    module.deepspeed.comm.destroy_process_group()
 
 
 def test_parameters_that_deepspeed_has_partitioned() -> None:
