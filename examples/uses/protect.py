@@ -54,20 +54,13 @@ class Problem:
     steps: int
     level: float
     """The loss of the new text at which rows are compared."""
+    rows: Sequence[str]
+    """The names of the rows in `ROWS`."""
 
 
 def simnpo(of_samples: Tensor) -> Tensor:
     """A bounded loss of forgetting: SimNPO (Fan et al. 2024) with beta = 1 and no margin."""
     return -2 * functional.logsigmoid(of_samples).mean()
-
-
-PROBLEMS = {
-    "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 5.0),
-    "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.4),
-    "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0),
-}
-OLD = {"kept": "documentation, in the batches", "other": "SciPy, not in them"}
-DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect")
 
 
 class Decoder(nn.Module):
@@ -207,6 +200,16 @@ ROWS = {
 """By row: the method, the weight of the loss to keep, and in which steps it is part of the sum."""
 
 
+OLD = {"kept": "documentation, in the batches", "other": "SciPy, not in them"}
+DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect", "Protect, times 3")
+"""The rows of the picture."""
+PROBLEMS = {
+    "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 4.0, tuple(ROWS)),
+    "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0, DRAWN),
+    "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.4, tuple(ROWS)),
+}
+
+
 def losses(
     problem: Problem, network: nn.Module, generator: torch.Generator
 ) -> Callable[[str], Tensor]:
@@ -298,7 +301,7 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
 USE = Use(
     name="protect",
     title="row",
-    rows=[f"{problem}/{row}" for problem in PROBLEMS for row in ROWS],
+    rows=[f"{name}/{row}" for name, problem in PROBLEMS.items() for row in problem.rows],
     train=train,
     columns=(
         Column("kept", "documentation", 3),
