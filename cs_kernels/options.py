@@ -19,6 +19,8 @@ def checked_integer(name: str, value: SupportsIndex, least: int, below: int | No
         number = index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an integer, got {value!r}") from error
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
     if below is not None and not least <= number < below:
         raise ValueError(f"{name} must lie in [{least}, {below}), got {number}")
     if number < least:

@@ -134,6 +134,18 @@ def test_each_layer_has_its_own_projection() -> None:
 
 
 @pytest.mark.loop
+def test_clipped_gradients_are_projected_off_a_kept_one() -> None:
+    loop = Loop(cs.Clipped(cs.Protect("old", refresh_every=3), 0.3))
+    (old,) = gradient_rows([*loop.trunk.parameters()], [loop.loss(0, "old")])
+    loop.step(0)
+    rows = gradient_rows([*loop.trunk.parameters()], [-loop.loss(1, t) for t in TASKS[1:]])
+    z = (rows * (0.3 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    assert z @ old < 0
+    loop.opt.step(lambda task: -loop.loss(1, task))
+    torch.testing.assert_close(flat_grad(loop.trunk), z - z @ old / (old @ old) * old)
+
+
+@pytest.mark.loop
 @pytest.mark.parametrize("keep_on", [None, "cpu"])
 @pytest.mark.parametrize("at", [2, 8])
 def test_a_resumed_run_has_the_same_bits(at: int, keep_on: Any) -> None:

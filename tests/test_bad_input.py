@@ -290,6 +290,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
 ]
 TYPES: list[tuple[Callable[[], object], str]] = [
     *((partial(kind, seed="1"), "seed must be an integer, got '1'") for kind in (*SEEDED, MIXED)),
+    (lambda: cs.NashMTL(True), "update_every must be an integer, got True"),
     (lambda: cs.Switch(1.5), "epoch must be an integer, got 1.5"),
     (lambda: cs.Mixed(3.5), "epochs must be an integer, got 3.5"),
     (lambda: cs.FixedWeights([1, 2]), r"weights must be a mapping.*\[1, 2\]"),

@@ -123,11 +123,11 @@ class Anchors:
             tensors[f"{task}/{n}"] = {
                 name: self._ranks.saved(i, grads.get(i)) for i, name in enumerate(self._names)
             }
-        return {"facts": ((facts, self._expired),), "gradients": tensors} if facts else {}
+        return {"facts": (facts, self._expired), "gradients": tensors} if facts else {}
 
     def check_state(self, state: Mapping[str, Any], method: Method) -> None:
-        """Raises ValueError for gradients of other parameters, or of other steps than steps."""
-        ((facts, _),) = state["facts"]
+        """Raises ValueError for gradients of other parameters, or with a wrong step number."""
+        facts, _ = state["facts"]
         shapes = dict(zip(self._names, (p.shape for p in self._ranks.parameters), strict=True))
         for task, n in _slots(method):
             of = facts.get(f"{task}/{n}", {"number": -1, "reached": []})
@@ -145,7 +145,7 @@ class Anchors:
         self.forget()
         if not state:
             return
-        ((facts, self._expired),) = state["facts"]
+        facts, self._expired = state["facts"]
         for task, n in _slots(method):
             of = facts.get(f"{task}/{n}", {"number": -1})
             if of["number"] >= 0:

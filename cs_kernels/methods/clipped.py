@@ -23,7 +23,8 @@ class Clipped(GramianMethod):
     show the norms and cosines of the unclipped gradients.
 
     Args:
-        method: A Gramian method, or `Sum()`; its `groups` and `update_every` also apply here.
+        method: A Gramian method, or `Sum()`; its `groups`, `update_every` and kept
+            gradients also apply here.
         max_norm: A positive number, or a function of the norms, float64 [K] or [layers, K], that
             returns the limits, such as the median:
             `lambda norms: norms.median(-1, keepdim=True).values`.
@@ -49,6 +50,7 @@ class Clipped(GramianMethod):
         self.method = Ones() if isinstance(method, Sum) else method
         self.max_norm = max_norm
         super().__init__(self.method.groups, self.method.update_every)
+        self.keeps = self.method.keeps
 
     @property
     def layerwise(self) -> bool:
