@@ -98,9 +98,9 @@ class Storage:
         return [None if grad is None else moved(grad, device) for grad in row]
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """A kept row as a row of a step; frozen parameters have no gradient."""
+        """A kept row as a row of a step, in the parameters' dtypes and without frozen ones."""
         return [
-            grad.to(parameter.device, non_blocking=True)
+            grad.to(parameter.device, parameter.dtype, non_blocking=True)
             if grad is not None and parameter.requires_grad
             else None
             for grad, parameter in zip(kept, self.parameters, strict=True)

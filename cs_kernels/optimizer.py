@@ -163,8 +163,8 @@ class MultiTaskOptimizer(Copyable):
         """The tasks whose gradients the next step computes.
 
         All tasks, unless the method keeps gradients (`Protect` with `refresh_every`): a protected
-        task with a kept gradient is not due. `step` does not call its closure, and for `backward`,
-        neither its batch nor its loss is needed.
+        task with a kept gradient is not due. `step` does not call its closure, unless no other task
+        takes part; `backward` needs neither its batch nor its loss.
         """
         return self._engine.due_tasks
 

@@ -17,6 +17,7 @@ from rank_networks import Network, on_ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
+from cs_kernels.step import Anchor
 
 TASKS = ["old", "new", "newer"]
 STEPS = 30
@@ -184,8 +185,32 @@ def test_a_state_without_or_with_wrong_gradients() -> None:
         loop.opt.load_state_dict(wrong)
     assert loop.opt.due_tasks == ("new", "newer")
     del state["anchors"]
-    loop.opt.load_state_dict(state)
-    assert loop.opt.due_tasks == tuple(TASKS)
+    with pytest.raises(ValueError, match=r"state must have .*'anchors'"):
+        loop.opt.load_state_dict(state)
+
+
+@pytest.mark.loop
+def test_a_state_of_a_run_that_trained_other_parameters() -> None:
+    first, second = (Loop(cs.Protect("old", refresh_every=9)) for _ in range(2))
+    first.trunk[0].requires_grad_(False)
+    first.step(0)
+    assert first.opt.due_tasks == ("new", "newer")
+    second.opt.load_state_dict(first.opt.state_dict())
+    assert second.opt.due_tasks == tuple(TASKS)
+
+
+@pytest.mark.loop
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_network_in_another_precision(rank: int | None) -> None:
+    loop = Loop(cs.Protect("old", refresh_every=2, rank=rank))
+    loop.step(0)
+    for part in (loop.trunk, loop.heads):
+        part.float()
+    loop.x = loop.x.float()
+    for step in (1, 2, 3):
+        loop.sgd.state.clear()
+        loop.step(step)
+    assert loop.opt.report().kept_from == {"old": 2}
 
 
 @pytest.mark.loop
@@ -206,8 +231,13 @@ def test_a_failed_step_leaves_kept_gradients_alone() -> None:
 
 
 @pytest.mark.loop
-def test_a_non_finite_gradient_is_not_kept() -> None:
-    loop = Loop(cs.Protect("old", refresh_every=9))
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_non_finite_gradient_is_not_kept(rank: int | None) -> None:
+    method = cs.Protect("old", refresh_every=9, rank=rank)
+    nan = torch.full((4, 4), torch.nan, dtype=torch.float64)
+    step = cs.Step(9, tuple(TASKS), anchors=(Anchor("old", 2),))
+    assert method.weights(nan, step).isnan().all()
+    loop = Loop(method)
     loop.opt.step(lambda task: loop.loss(0, task) * (torch.inf if task == "old" else 1))
     assert loop.opt.due_tasks == tuple(TASKS)
 
@@ -271,6 +301,10 @@ def test_another_method_and_another_phase() -> None:
         (lambda: cs.Protect("a", refresh_every=0), "refresh_every must be at least 1, got 0"),
         (lambda: cs.Protect("a", rank=0), "rank must be at least 1, got 0"),
         (lambda: cs.Protect("a", rank=1, levels={"b": 1}), "levels must be None with rank, got"),
+        (
+            lambda: cs.Protect("a", keep_on="cpu"),
+            "keep_on='cpu' needs refresh_every above 1, or rank",
+        ),
         (lambda: cs.Protect("a", keep_on="gpu"), "keep_on must be 'cpu' or None, got 'gpu'"),
         (lambda: cs.Protect("a", rank=2, update_every=2), "update_every must be 1 if gradients"),
         (

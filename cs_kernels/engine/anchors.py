@@ -108,13 +108,18 @@ class Anchors:
 
     # --- checkpoints ---
 
+    def _trained(self) -> list[str]:
+        parameters = zip(self._names, self._ranks.parameters, strict=True)
+        return [name for name, parameter in parameters if parameter.requires_grad]
+
     def state_dict(self, method: Method) -> dict[str, Any]:
         """Facts, and for every gradient that the method keeps a tensor per shared parameter.
 
         The entries are the same before the first step, because a distributed checkpoint is loaded
         only into existing entries.
         """
-        facts, tensors = {}, {}
+        facts: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
         for task, n in _slots(method):
             kept = dict(enumerate(self._kept.get(task, []))).get(n, _Kept(-1, []))
             grads = dict(enumerate(kept.row))
@@ -123,11 +128,11 @@ class Anchors:
             tensors[f"{task}/{n}"] = {
                 name: self._ranks.saved(i, grads.get(i)) for i, name in enumerate(self._names)
             }
-        return {"facts": (facts, self._expired), "gradients": tensors} if facts else {}
+        return {"facts": (facts, self._expired, self._trained()), "gradients": tensors}
 
     def check_state(self, state: Mapping[str, Any], method: Method) -> None:
         """Raises ValueError for gradients of other parameters, or with a wrong step number."""
-        facts, _ = state["facts"]
+        facts, _, _ = state["facts"]
         shapes = dict(zip(self._names, (p.shape for p in self._ranks.parameters), strict=True))
         for task, n in _slots(method):
             of = facts.get(f"{task}/{n}", {"number": -1, "reached": []})
@@ -141,11 +146,10 @@ class Anchors:
                     )
 
     def load_state_dict(self, state: Mapping[str, Any], method: Method) -> None:
-        """Continues from a `state_dict`; without entries, the next joint step computes them."""
+        """Continues from a `state_dict`. If other parameters train now, the gradients expire."""
         self.forget()
-        if not state:
-            return
-        facts, self._expired = state["facts"]
+        facts, expired, trained = state["facts"]
+        self._expired = expired or trained != self._trained()
         for task, n in _slots(method):
             of = facts.get(f"{task}/{n}", {"number": -1})
             if of["number"] >= 0:

@@ -55,7 +55,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
-    optional = "conflicts", "kept", "anchors"
+    optional = "conflicts", "kept"
     expected = {key: of for key, of in state_of(engine).items() if key not in optional}
     if not isinstance(state, Mapping) or not set(expected) <= set(state):
         found = list(state) if isinstance(state, Mapping) else type(state).__name__
@@ -80,7 +80,7 @@ def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.weighting.check_state(of_weighting, tasks)
     (kept,) = state.get("kept", (None,))
     Kept.check_state(kept, tasks)
-    if "anchors" in state:
+    if engine.method.keeps is not None:
         engine.anchors.check_state(state["anchors"], engine.method)
 
 
@@ -94,7 +94,8 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.weighting.load_state_dict(of_weighting)
     (kept,) = state.get("kept", (None,))
     engine.kept.load_state_dict(kept, engine.trunk.requires_grad())
-    engine.anchors.load_state_dict(state.get("anchors", {}), engine.method)
+    if engine.method.keeps is not None:
+        engine.anchors.load_state_dict(state["anchors"], engine.method)
     if engine.monitor.counter is not None:
         (of_conflicts,) = state.get("conflicts", (None,))
         engine.monitor.counter.load_state_dict(of_conflicts)

@@ -12,6 +12,8 @@ from cs_kernels.step import Keeping, Step
 
 _SHORT = 1e-30
 """The length of the constraints' gradients in a quadratic program, where the other one has 1."""
+_DEPENDENT = 1e-12
+"""Eigenvalues of unit gradients' Gramian, relative to the largest one, that count as zero."""
 
 
 class Protect(GramianMethod):
@@ -29,24 +31,26 @@ class Protect(GramianMethod):
 
     **Kept gradients.** With `refresh_every` above 1, a protected task needs a pass in only some of
     the steps. In the steps between, `step(closure)` does not call its closure, and `backward` needs
-    no loss of it; `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. A
-    loss that is passed anyway replaces the kept gradient. Kept gradients take `rank` times the
-    memory of the shared parameters, or of their shards after `fully_shard`. They are part of the
-    state dict. A non-finite gradient is not kept, and gradients are computed again after parameters
-    were frozen or unfrozen.
+    no loss of it; `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. If
+    `backward` gets a loss anyway, its gradient becomes the newest kept one. Kept gradients take
+    `rank` times the memory of the shared parameters, or of their shards after `fully_shard`. They
+    are part of the state dict. A non-finite gradient is not kept. In the step after parameters were
+    frozen or unfrozen, a new gradient is computed; older ones of `rank` have no gradient for
+    parameters that did not train then.
 
     Args:
         *tasks: The protected tasks: those of level 0.
         levels: More than two levels of priority: a level from 0 per task. The sum of a level's
-            gradients is projected off the gradients of all lower-numbered levels. A task without a
-            level comes after all levels that are named.
+            gradients is projected off the gradients of all tasks of lower-numbered levels. A task
+            without a level comes after all levels that are named.
         constraint_only: Whether the gradients of level 0 only constrain the update, as in GEM and
             A-GEM, and are not added to it. Heads of these tasks still get their gradients.
-        refresh_every: The protected gradients are computed in one of this many joint steps, and
-            kept: in the steps between, they only constrain the update. See "Kept gradients".
+        refresh_every: A protected gradient is computed again after this many steps (of both phases)
+            and kept: in the steps between, it only constrains the update. See "Kept gradients".
         rank: The number of gradients to keep per protected task, each of another batch. The other
             tasks' sum then loses its whole component in the span of these gradients, whatever its
-            sign, as in OGPSA (arXiv 2602.07892). Default: the projection above.
+            sign, as in OGPSA (arXiv 2602.07892); of gradients that agree to 1e-6, one counts.
+            Default: the projection above.
         keep_on: "cpu" keeps gradients in page-locked host memory. Default: on their own device.
         groups: "all", or "layer" for separate projections in each layer.
         update_every: As in `GramianMethod`.
@@ -84,6 +88,8 @@ class Protect(GramianMethod):
         given = {} if levels is None else levels
         check_mapping("levels", given, "level")
         for task, level in given.items():
+            if not isinstance(task, str):
+                raise TypeError(f"levels must have names of tasks as keys, got {task!r}")
             if task in self.levels:
                 raise ValueError(f"levels must leave out the protected {task!r}, got {level}")
             self.levels[task] = checked_integer(f"levels[{task!r}]", level, 0)
@@ -99,6 +105,8 @@ class Protect(GramianMethod):
             raise ValueError(f"levels must be None with rank, got {levels} and rank={rank}")
         protected = tuple(task for task, level in self.levels.items() if level == 0)
         every = checked_integer("refresh_every", refresh_every, 1)
+        if keep_on is not None and every == 1 and rank is None:
+            raise ValueError(f"keep_on={keep_on!r} needs refresh_every above 1, or rank")
         if every > 1 or rank is not None:
             self.keeps = Keeping(protected, every, self.rank or 1, keep_on)
             if update_every > 1:
@@ -173,8 +181,8 @@ def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> li
     norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
     scaled = torch.where(norms > 0, 1 / norms, 0.0)
     rows = gramian[..., above, :] * scaled.unsqueeze(-1)
-    # Of nearly parallel gradients, as of two equal batches, only one counts.
-    inverse = torch.linalg.pinv(rows[..., above] * scaled.unsqueeze(-2), rtol=1e-10, hermitian=True)
+    products = (rows[..., above] * scaled.unsqueeze(-2)).nan_to_num()  # pinv refuses NaN.
+    inverse = torch.linalg.pinv(products, rtol=_DEPENDENT, hermitian=True)
     moved = -scaled * (inverse @ rows[..., own].sum(-1, keepdim=True)).squeeze(-1)
     return list(moved.unbind(-1))
 

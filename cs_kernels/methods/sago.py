@@ -52,10 +52,10 @@ class SAGO(Method):
 
         """
         super().check(tasks)
-        if self.task not in tasks or len(tasks) == 1:
-            raise ValueError(
-                f"method must protect one of several tasks, got {self!r} and {list(tasks)}"
-            )
+        if self.task not in tasks:
+            raise ValueError(f"method must name a task among {list(tasks)}, got {self.task!r}")
+        if len(tasks) == 1:
+            raise ValueError(f"tasks must name another task than {self.task!r} for {self!r}")
 
     @property
     def layerwise(self) -> bool:
