@@ -3,7 +3,7 @@
 # on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [DEVICE=cuda] [METHODS="NAME ..."]
 # [RANKS=2]` (on that many processes), `make fuzz [SECONDS=60] [SEED=N] [BASELINE=1]` (operators under sanitizers), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
-# `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph|lagged [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]` (real uses), and
+# `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph|lagged|protect [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]` (real uses), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
 # installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has

@@ -224,7 +224,7 @@ class GradientBalancer:
             raise ValueError("losses must hold the loss of at least one task, got {}")
         for task in given:
             if task not in self.tasks:
-                raise ValueError(f"losses must have tasks of {list(self.tasks)}, got {task!r}")
+                raise ValueError(f"losses must only have keys of {list(self.tasks)}, got {task!r}")
         self._check_open()
         if self._active is not None:
             raise RuntimeError(

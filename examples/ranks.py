@@ -86,7 +86,7 @@ def main() -> None:
     network = make_network(device, sharded=options.sharded)
     trunk, heads = network["trunk"], network["heads"]
     trunk.train(not options.fixed_statistics)
-    # The parts of all ranks are one batch, the same for any number of them.
+    # Together, the ranks' parts form one batch, which is the same for any number of ranks.
     sampler = DistributedSampler(data := make_data(), seed=0)
     loader = DataLoader(data, BATCH // ranks, sampler=sampler)
     adam = torch.optim.Adam(network.parameters(), lr=3e-3)

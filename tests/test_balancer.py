@@ -846,7 +846,7 @@ def test_misuse() -> None:
         warnings.simplefilter("error")  # Warns once per task.
     with pytest.raises(ValueError, match="losses must hold the loss of at least one task"):
         balancer.backward({})
-    with pytest.raises(ValueError, match=r"losses must have tasks of .*got 'd'"):
+    with pytest.raises(ValueError, match=r"losses must only have keys of .*got 'd'"):
         balancer.backward({"d": network(training.batch(0, "a"), "a")})
     state = balancer.state_dict()
     changes: list[tuple[Mapping[str, Any], str]] = [

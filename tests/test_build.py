@@ -84,7 +84,7 @@ def test_the_first_torch_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("toolkit", [None, (11, 8), (13, 0)])
 def test_a_request_overrides(torch: Torch | None, driver: bool, toolkit: Toolkit) -> None:
-    """A request for a build without a toolkit also counts: CMake then fails."""
+    """A request is honored even if there is no toolkit: CMake then fails."""
     for option in "01":
         assert decide(option, toolkit, torch, driver).option == option
     for option in ("auto", ""):

@@ -159,7 +159,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "optimizer has already used the update": _a_second_step,
     "gradients must be None or used": _a_penalty_before,
     "backward makes a pass per task": _an_injected_loss,
-    "a backward pass must leave gradients": _a_penalty_in_a_hook,
+    "gradients in .grad must stay as": _a_penalty_in_a_hook,
 }
 """The mistake that raises a quoted message, by the message's first words."""
 

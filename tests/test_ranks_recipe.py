@@ -25,8 +25,8 @@ STEPS = 16
 SAVED = 10
 """The first of two checkpoints, in the middle of the second epoch."""
 
-# Both save a checkpoint on two ranks. Training statistics depend on each rank's part of a batch, so
-# losses are the same on other numbers of ranks only if statistics are fixed.
+# Both save a checkpoint on two ranks. Batch statistics depend on each rank's part of a batch, so
+# another number of ranks gives the same losses only with fixed statistics.
 KINDS = {"replicated": (), "sharded": ("--sharded", "--fixed-statistics")}
 
 Losses = dict[int, tuple[int, float, float]]

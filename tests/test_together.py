@@ -513,7 +513,7 @@ def test_unknown_reach() -> None:
     def losses(run: RunTrunk, uses: Callable[[str], list[int]]) -> dict[str, Tensor]:
         return {t: sum(z[n].square().mean() for n in uses(t)) for t, z in run(x).items()}
 
-    with pytest.raises(ValueError, match="must see which tasks reach"):
+    with pytest.raises(ValueError, match="must know which tasks reach"):
         opt.step_together(partial(losses, uses=lambda task: [AB.index(task)]))
     opt.step_together(partial(losses, uses=lambda task: [0, 1]))
 
@@ -599,7 +599,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     # Before the first normalization, all tasks' batches are equal: a sum shows no difference.
     "past run 0": (lambda net, run: plus(run, net.outputs, 0), "another tensor of the trunk"),
     "past run 1": (lambda net, run: plus(run, net.outputs, 1), "another tensor of the trunk"),
-    # Torch's own message is about views.
+    # Without the check, torch's error would only mention views.
     "in place": (
         lambda net, run: {t: z.relu_().mean() for t, z in run(X).items()},
         r"ReLU\(inplace=True\) does: use step",

@@ -107,7 +107,7 @@ class Tchebycheff:
         return dict(zip(losses, torch.autograd.grad(loss, vector)[0].unbind(), strict=True))
 
     def _nadir(self, task: str, epoch: int) -> Tensor | None:
-        """The mean loss in the first complete epoch that has one, from the warm-up's last on."""
+        """The mean loss in the first complete epoch with losses, from the last warm-up epoch on."""
         for past in range(self.warmup, epoch):
             if losses := [x[task] for x in self.seen.get(past, []) if task in x]:
                 return torch.stack(losses).mean()
@@ -485,7 +485,7 @@ def test_nadirs_of_tchebycheff(wrong: float) -> None:
 
 
 def test_famo_skips_non_finite_losses() -> None:
-    """Other logits learn as if the task had been absent; its last finite loss is used instead."""
+    """Other tasks' logits learn as if the task were absent; its last finite loss stays in use."""
     results = []
     for bad in (True, False):
         weighting = cs.FAMO()

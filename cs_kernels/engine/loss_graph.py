@@ -140,8 +140,8 @@ class LossGraph:
             names = sorted(watcher.names_of(unheld))
             raise ValueError(
                 f"optimizer must hold every parameter that a loss depends on, but the loss of"
-                f" {task!r} depends on {names[0]} and {len(unheld) - 1} others that it lacks:"
-                " freeze them by requires_grad_(False) if this loss only reads them, like a"
+                f" {task!r} depends on {names[0]} (and {len(unheld) - 1} more) that it does not"
+                " hold: freeze them with requires_grad_(False) if this loss only reads them, like a"
                 " discriminator in the step of its generator; else add them to the optimizer"
             )
         return reached

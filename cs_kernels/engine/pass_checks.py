@@ -150,11 +150,11 @@ class PassChecks:
         ]
         if changed:
             raise RuntimeError(
-                "a backward pass must leave gradients in .grad as it has made them, but in the pass"
-                f" of {task!r} a hook has changed the gradients of {changed[0]} and"
-                f" {len(changed) - 1} others: the hook runs in every task's pass, and sees sums"
-                " where gradients add up; use register_hook, which sees the gradient of one pass,"
-                f" or a hook of the torch optimizer, which sees the update{_OFF}"
+                "gradients in .grad must stay as a backward pass has made them, but in the pass of"
+                f" {task!r} a hook has changed those of {changed[0]} (and {len(changed) - 1} more):"
+                " the hook runs in every task's pass, and sees the sum where gradients add up; use"
+                " register_hook, which sees the gradient of one pass, or a hook of the torch"
+                f" optimizer, which sees the update{_OFF}"
             )
 
     def collected(self, task: str, unreached: Iterable[int]) -> None:
@@ -345,8 +345,8 @@ def _check_repeatable(
         if difference > max(tolerance * norm, floor * largest):
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so a pass must be repeatable,"
-                f" got gradients of {names[t]} that differ by {difference:.3g} between two of"
-                f" {task!r}, of norm {norm:.3g}{remedy}"
+                f" but two passes of {task!r} gave gradients of {names[t]} that differ by"
+                f" {difference:.3g}, and the first has a norm of {norm:.3g}{remedy}"
             )
 
 

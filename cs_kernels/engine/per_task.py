@@ -150,7 +150,7 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
         RuntimeError: The closure has changed a gradient in `.grad`.
 
     """
-    # Version counters show changes in place.
+    # Version counters reveal in-place changes.
     grads = [parameter.grad for parameter in parameters]
     versions = [grad._version for grad in grads if grad is not None]
     yield

@@ -103,7 +103,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             others = len(held_by(one)) - sharded
             if sharded and others:
                 raise ValueError(
-                    "optimizer must not mix sharded and other parameters with a scaler, got"
+                    "optimizer must not hold both sharded and other parameters with a scaler, got"
                     f" {type(one).__name__} with {sharded} sharded and {others} others: call"
                     " fully_shard on the heads too, or build a second optimizer"
                 )

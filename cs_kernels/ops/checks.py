@@ -79,7 +79,10 @@ def check_writable(tensor: Tensor, name: str) -> None:
     strides = tensor.stride()
     shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, strides, strict=True))
     if shared and tensor.numel():
-        raise ValueError(f"{name} must have memory for every element, got strides {strides}")
+        raise ValueError(
+            f"{name} must not have elements that share memory, as after expand(), got strides"
+            f" {strides}"
+        )
 
 
 def check_tasks(tasks: int, most: int = MOST_TASKS) -> None:

@@ -29,7 +29,7 @@ def is_leaf(node: object) -> bool:
 
 
 def is_reentrant(node: object) -> bool:
-    """Whether a node is reentrant checkpointing's, which runs a backward pass of its own."""
+    """Whether a node belongs to reentrant checkpointing, which runs a backward pass of its own."""
     return isinstance(node, BackwardCFunction) and hasattr(node, "run_function")
 
 

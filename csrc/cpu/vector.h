@@ -144,7 +144,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     });
   }
 
-  // `a` where the positive part's share of positive - negative exceeds u, else `b`.
+  // `a` where positive / (positive - negative) > u, else `b`.
   static CS_INLINE Vector share_exceeds(const Vector& u, const Vector& positive,
                                         const Vector& negative, const Vector& a, const Vector& b) {
     Vector v;

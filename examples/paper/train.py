@@ -444,7 +444,7 @@ def _place() -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # Ranks wait for each other through an evaluation and a checkpoint.
+        # A long timeout: ranks wait for each other during an evaluation, and while one saves.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=1))
     return dist.get_rank(), dist.get_world_size(), device

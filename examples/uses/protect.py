@@ -206,7 +206,7 @@ DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect", "Prot
 PROBLEMS = {
     "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 4.0, tuple(ROWS)),
     "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0, DRAWN),
-    "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.4, tuple(ROWS)),
+    "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.7, tuple(ROWS)),
 }
 
 

@@ -254,9 +254,9 @@ class _Together:
             return {layer.weight: layer.weight_index for layer in trunk.layout().layers}
         if reached.unknown:
             raise ValueError(
-                f"step_together with {method!r} must see which tasks reach which parameters, but a"
-                " torch.autograd.Function may hide some of these, and a loss does not depend on"
-                " every output of run: use step"
+                f"step_together with {method!r} must know which tasks reach which parameters, but a"
+                " torch.autograd.Function may hide parameters, and a loss does not depend on every"
+                " output of run: use step"
             )
         return {trunk.shared[i]: i for i in reached.shared}
 

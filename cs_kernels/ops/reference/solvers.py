@@ -311,11 +311,12 @@ def _fair_length(
 def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
     """FairGrad: the w > 0 with G w = w^-p, where p = 1 / alpha.
 
-    With w = v / d this becomes C v = b v^-p, where b = d^(p-1). For p >= 1 the unknown is v, which
-    minimizes 1/2 v'Cv + sum b v^(1-p) / (p-1). For p < 1 the unknown is s = C v, which minimizes
+    Let d be the gradients' lengths and C their cosines. With w = v / d, this becomes C v = b v^-p,
+    where b = d^(p-1). For p >= 1, the unknown is v, which minimizes
+    1/2 v'Cv + sum b v^(1-p) / (p-1). For p < 1, the unknown is s = C v, which minimizes
     1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), where k = b^alpha; its Newton steps need no
-    inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
-    converges fast, and NashMTL's solution is a feasible start for both.
+    inverse. Both objectives are barriers, which grow without bound as an unknown approaches zero,
+    and suit Newton's method. NashMTL's solution is a feasible start for both.
     """
     solves_s = alpha > 1  # whether the unknown is s; otherwise, it is v
     power = alpha if solves_s else 1 / alpha
