@@ -458,7 +458,7 @@ STAGES = "project_conflicts_", "phase2_products_"
         (("combine_", [zeros(4)], [ones(4)], ones(1, 1), [0, 0], 1), "group_of must have 1"),
         (("combine_", [zeros(4)], [ones(4)], ones(1, 1, 1), [0], 1), r"must .* \(1, 1, 1\)"),
         (("drop_signs_", [], [], [0.0] * 2, 0, 0, 1, ones(1).long()), "leaks must have 1 entries"),
-        (("combine_", [ones(1).expand(4)], [W[:, 0]], ones(1, 1), [0], 1), "updates must have mem"),
+        (("combine_", [ones(1).expand(4)], [W[:, 0]], ones(1, 1), [0], 1), "updates must not have"),
         (("gramian", [ones(4)], [0], -1, 1), "groups must not be negative, got -1"),
         (("gramian", [ones(4)] * 2, [0], 1, 0), r"tasks must be in \[1, 64\], got 0"),
         *(
