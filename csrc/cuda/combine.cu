@@ -243,7 +243,8 @@ CS_DEVICE void add_to(Number& sum, Number number, std::false_type /* first */) {
 }
 
 template <class T, bool kProtects>
-CS_KERNEL(kThreads, kCombineBlocks) combine_kernel(CombineLaunch launch) {
+CS_KERNEL(kThreads, kCombineBlocks)
+combine_kernel(CombineLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   const double* weights = launch.weights + piece.tensor.group * tasks;
