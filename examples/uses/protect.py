@@ -200,12 +200,12 @@ ROWS = {
 """By row: the method, the weight of the loss to keep, and in which steps it is part of the sum."""
 
 
-OLD = {"kept": "documentation, in the batches", "other": "SciPy, not in them"}
-DRAWN = ("new alone", "Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect", "Protect, times 3")
+OLD = {"kept": "documentation", "other": "SciPy"}
+DRAWN = ("Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect", "Protect, times 3")
 """The rows of the picture."""
 PROBLEMS = {
     "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 4.0, tuple(ROWS)),
-    "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0, DRAWN),
+    "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0, ("new alone", *DRAWN)),
     "learn": Problem("headers", Tensor.mean, 1e-3, 72, 1.7, tuple(ROWS)),
 }
 
@@ -281,18 +281,20 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     def paths() -> Figure:
         figure, axes = style.panels(len(PROBLEMS), 2, 9.0)
         for (problem, facts), of_problem in zip(PROBLEMS.items(), axes, strict=True):
-            for name, ax in zip(("kept", "other"), of_problem, strict=True):
+            for (name, text), ax in zip(OLD.items(), of_problem, strict=True):
                 for row in DRAWN:
                     runs = [run["path"] for run in results[f"{problem}/{row}"]]
                     x, y = (
                         [mean(at) for at in zip(*(run[of] for run in runs), strict=True)]
                         for of in ("new", name)
                     )
+                    shown = [n for n, loss in enumerate(x) if loss <= 2 * facts.level]
                     line = "--" if "," in row else "-"
-                    ax.plot(x, y, line, label=row, color=style.method(row))
-                ax.set_title(f"{problem}: {OLD[name]}")
-                ax.set(xlabel=f"loss of the {facts.new}", ylabel="loss")
-        axes[0, 0].legend(fontsize=8)
+                    color = style.method(row)
+                    ax.plot([x[n] for n in shown], [y[n] for n in shown], line, label=row, c=color)
+                ax.axvline(facts.level, color=style.GREY, linewidth=0.8, linestyle=":")
+                ax.set(title=f"{problem}: {text}", xlabel=f"loss of the {facts.new}", ylabel="loss")
+        style.legend_below(figure, axes[0, 0], 3)
         return figure
 
     style.save(folder / "protect.svg", paths)
