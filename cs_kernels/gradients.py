@@ -7,6 +7,7 @@ numbers, so that dot products are real inner products.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -49,11 +50,13 @@ class Storage:
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
         """The buffers for this process's shards of these parameters' updates."""
-        likes = [self.parameters[i] for i in parameters]
+        likes = [*map(self.parameters.__getitem__, parameters)]
+        updates = [*map(self._updates.__getitem__, parameters)]
         # A buffer is missing, or a parameter or its `.grad` (the last update) was moved or cast.
-        for n in misfits([self._updates[i] for i in parameters], likes):
-            self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
-        return [cast("Tensor", self._updates[i]) for i in parameters]
+        for n in misfits(updates, likes):
+            updates[n] = torch.empty_like(likes[n], requires_grad=False)
+            self._updates[parameters[n]] = updates[n]
+        return cast("list[Tensor]", updates)
 
     def free_updates(self) -> None:
         """Frees the buffers of the updates, because the next gradients add up in `.grad`."""
@@ -293,8 +296,11 @@ class TaskGradients:
 
         """
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
-        rows = [*rows, *self.anchors]
-        grads = [row[i] for i in parameters for row in rows]
+        # In C, since a large trunk has thousands of gradients.
+        columns = zip(
+            *(map(row.__getitem__, parameters) for row in (*rows, *self.anchors)), strict=True
+        )
+        grads = [*chain.from_iterable(columns)]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
 
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:

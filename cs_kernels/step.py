@@ -188,13 +188,13 @@ class Step:
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
         """Adds a task's loss in one micro-batch."""
+        loss, weighted = loss.detach(), weighted.detach()
         for losses, value in (
             (self.losses, loss),
             (self.weighted_losses, weighted),
             (self.recent.losses, loss),
             (self.recent.weighted_losses, weighted),
         ):
-            value = value.detach()
             losses[task] = losses[task] + value if task in losses else value
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 
 from cs_kernels.engine.stacked.task_layers import is_task_layer
-from cs_kernels.torch_internals.autograd import edge_of, is_leaf
+from cs_kernels.torch_internals.autograd import edge_of, hooked, is_leaf
 from cs_kernels.torch_internals.ddp import FLAGS
 from cs_kernels.torch_internals.memory import is_in_foreign_memory
 
@@ -28,6 +28,23 @@ def test_leaves_of_a_graph_are_known() -> None:
     message = CHANGED.format("torch_internals/autograd.py", "the class of AccumulateGrad nodes")
     assert is_leaf(node), message
     assert node.variable is x, message
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_removed_hooks_of_leaves_leave_nothing(own: bool) -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[str]()
+    if own:
+        x.register_hook(lambda _: seen.append("own"))
+    with hooked([(x, lambda _: seen.append("first")), (x, lambda _: seen.append("second"))]):
+        x.sum().backward()
+    message = CHANGED.format("torch_internals/autograd.py", "the hooks of a tensor")
+    assert (x._backward_hooks is not None) == own, message
+    x.sum().backward()
+    handle = x.register_hook(lambda _: seen.append("later"))
+    x.sum().backward()
+    handle.remove()
+    mine = ["own"] * own
+    assert seen == [*mine, "first", "second", *mine, *mine, "later"], message
 
 
 def test_holders_of_memory_are_known() -> None:

@@ -53,11 +53,10 @@ def _mark_on(optimizer: Any) -> _Mark:
     return mark
 
 
-def _version_of(grad: Tensor) -> int:
-    """A gradient's version counter; additions to a DTensor count in its local tensor."""
-    if type(grad) is Tensor:
-        return grad._version
-    return int(getattr(grad, "_local_tensor", grad)._version)
+def _counter_of(grad: Tensor) -> Tensor:
+    """The tensor whose version counts changes of a gradient: of a DTensor, its local tensor."""
+    counter: Tensor = getattr(grad, "_local_tensor", grad)
+    return counter
 
 
 def _is_zero(grads: Iterable[Tensor | None]) -> bool:
@@ -134,9 +133,10 @@ class LoopGuard:
         mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
-            grad = parameter.grad
+            grad: Any = parameter.grad
             if grad is not None:
-                setattr(grad, _MARK, (mark, _version_of(grad)))
+                counter = grad if type(grad) is Tensor else _counter_of(grad)
+                grad._cs_kernels_mark = mark, counter._version  # `_MARK`, without a call.
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager
@@ -208,7 +208,8 @@ class LoopGuard:
             grad = parameter.grad
             if grad is not None:
                 mark, version = getattr(grad, _MARK, _UNMARKED)
-                if mark is not last or not (waits or version == _version_of(grad)):
+                counter = grad if type(grad) is Tensor else _counter_of(grad)
+                if mark is not last or not (waits or version == counter._version):
                     found.append(parameter)
         return found
 

@@ -76,8 +76,9 @@ class PassChecks:
         self._tasks.clear()
         self._together.clear()
 
-    @contextlib.contextmanager
-    def watching(self, tasks: Iterable[str], *, as_made: bool = True) -> Iterator[None]:
+    def watching(
+        self, tasks: Iterable[str], *, as_made: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
         """Wraps a backward pass of these tasks, and checks it if it is the first of one of them.
 
         Args:
@@ -90,9 +91,11 @@ class PassChecks:
 
         """
         new = [task for task in tasks if task not in self._tasks]
-        if not self.enabled or not new:
-            yield
-            return
+        checks = self.enabled and new
+        return self._watching(new, as_made=as_made) if checks else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _watching(self, new: Sequence[str], *, as_made: bool) -> Iterator[None]:
         arrived = set[int]()
         expected: dict[int, Tensor] = {}
 
@@ -164,8 +167,9 @@ class PassChecks:
             RuntimeError: A gradient has arrived, but was not in `.grad`.
 
         """
-        arrived = self._arrived.pop(task, set())
-        self._check_moved(task, [i for i in unreached if i in arrived])
+        arrived = self._arrived.pop(task, None)
+        if arrived:
+            self._check_moved(task, [i for i in unreached if i in arrived])
 
     def _check_moved(self, task: str, moved: Sequence[int]) -> None:
         if moved:

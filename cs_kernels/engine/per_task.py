@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import cast
 
@@ -29,8 +30,7 @@ def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence
         ranks.skip(task)
         return
     watched = task not in trunk.watcher.tasks
-    with engine.guard.during("passes"):
-        _run(engine, passes, task, closures)
+    _run(engine, passes, task, closures)
     if passes.separate:
         engine.collect(task)
     elif len(passes.tasks) == 1:
@@ -47,7 +47,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
         for number, closure in enumerate(closures, 1):
             with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
                 loss = checked_loss(closure(task), task)
-            if any(norm.active != task for norm in trunk.norms):
+            if not {norm.active for norm in trunk.norms} <= {task}:
                 raise ValueError(
                     f"closure must leave {task!r} active in trunk, but another task is: use"
                     " active_task(trunk, task) instead of set_task in it"
@@ -152,10 +152,11 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
     """
     # Version counters reveal in-place changes.
     grads = [parameter.grad for parameter in parameters]
-    versions = [grad._version for grad in grads if grad is not None]
+    present = [grad for grad in grads if grad is not None]
+    versions = [grad._version for grad in present]
     yield
-    same = all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
-    if not same or versions != [grad._version for grad in grads if grad is not None]:
+    same = all(map(is_, [parameter.grad for parameter in parameters], grads))
+    if not same or versions != [grad._version for grad in present]:
         raise RuntimeError(
             f"closure must leave gradients alone, but the closure of {task!r} changed one:"
             " leave out zero_grad() and backward()"

@@ -74,8 +74,9 @@ def run_step(
         step = engine.new_step(tasks, phase, counter=counter)
         for passes in _stages(engine, step, tasks, phase):
             with _after(passes, tasks), engine.passing(passes, restores=eager) as parameters:
-                for task in passes.tasks:
-                    passes_of_task(engine, passes, task, closures)
+                with engine.guard.during("passes"):
+                    for task in passes.tasks:
+                        passes_of_task(engine, passes, task, closures)
                 engine.average(passes, parameters)
                 if passes.stage.is_joint:
                     engine.surgery(passes)

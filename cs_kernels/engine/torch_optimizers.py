@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -53,7 +54,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
 
     def held(self) -> list[nn.Parameter]:
         """The parameters of all torch optimizers."""
-        return [parameter for one in self for parameter in held_by(one)]
+        return [*chain.from_iterable(map(held_by, self))]
 
     def options(self) -> Iterator[tuple[int, str, object]]:
         """The options of each parameter group, such as learning rates: group, name, value."""
@@ -122,4 +123,4 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The parameters of one torch optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]

@@ -117,11 +117,8 @@ def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
     like = next((grad for grad in grads if grad is not None), None)
     if like is None:
         raise ValueError("grads must have at least one tensor, got none")
-    present = []
-    for t in range(tensors):
-        candidates = (grad for grad in grads[t * tasks : (t + 1) * tasks] if grad is not None)
-        present.append(next(candidates, like.new_empty(0)))
-    return present
+    empty, starts = like.new_empty(0), range(0, tensors * tasks, tasks)
+    return [next((g for g in grads[s : s + tasks] if g is not None), empty) for s in starts]
 
 
 def check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:

@@ -102,11 +102,19 @@ def reached_parameters(loss: Tensor) -> Parameters:
     return Parameters(found, hidden, hooked)
 
 
+def _forget_hooks(leaf: Tensor) -> None:
+    """Removes the dictionary of a leaf's hooks if it is empty; autograd would still read it."""
+    if not leaf._backward_hooks:
+        leaf._backward_hooks = None
+
+
 @contextlib.contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
-    """Wraps a backward pass, during which these hooks are registered."""
+    """Wraps a backward pass, during which these hooks are registered; later passes pay nothing."""
     with contextlib.ExitStack() as handles:
         for place, hook in hooks:
+            if isinstance(place, Tensor) and place.is_leaf and place._backward_hooks is None:
+                handles.callback(_forget_hooks, place)
             register = place.register_prehook if is_leaf(place) else place.register_hook
             handles.callback(register(hook).remove)
         yield

@@ -80,7 +80,7 @@ class Reach:
     def has_unknown_gradient(self) -> bool:
         """Whether a parameter has a `.grad` though no task is known to reach it."""
         pairs = zip(self._parameters, self._reached_by, strict=True)
-        return any(not by and p.grad is not None for p, by in pairs)
+        return any(p.grad is not None for p, by in pairs if not by)
 
     @property
     def tasks_seen(self) -> bool:

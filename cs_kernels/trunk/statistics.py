@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import is_
 
 import torch
@@ -78,7 +79,7 @@ class _Snapshot:
 
     def take(self, modules: Sequence[Buffers]) -> bool:
         """Copies the buffers again; returns False unless tensors, dtypes and sizes are the same."""
-        values = [value for buffers in modules for value in buffers.values()]
+        values = [*chain.from_iterable(map(dict.values, modules))]
         if not (_identical(modules, self._modules) and _identical(values, self._values)):
             return False
         previous = self._packed

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +132,9 @@ class Trunk:
 
     def _training_fingerprint(self) -> list[int]:
         optimizer_parameters = self.held()
-        flags = [*map(id, optimizer_parameters), *(p.requires_grad for p in optimizer_parameters)]
-        flags += [p.requires_grad for p in (*self.shared, *self._unoptimized)]
+        flags = [*map(id, optimizer_parameters)]
+        watched = (*optimizer_parameters, *self.shared, *self._unoptimized)
+        flags += [p.requires_grad for p in watched]
         for module in self.watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
         return flags
@@ -146,7 +148,7 @@ class Trunk:
         """The entries of all other `_modules`, to see when one is exchanged."""
 
     def _list_children(self) -> list[tuple[str, nn.Module | None]]:
-        return [entry for children in self._parents for entry in children.items()]
+        return [*chain.from_iterable(map(dict.items, self._parents))]
 
     def _find_norms(self) -> None:
         optimizer_parameters = self.held()

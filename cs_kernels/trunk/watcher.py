@@ -197,16 +197,18 @@ class Watcher:
         self._is_whole = watched
         self.ran = "not" if watched and self._layers else None
         try:
-            with contextlib.ExitStack() as whole_pass:
-                if watched:
-                    whole_pass.enter_context(eager())
-                    whole_pass.enter_context(self._modules_outside(*tasks))
-                    self.watch_rest()
-                run = whole_pass.enter_context(recorded_norms())
+            whole_pass = self._watching(*tasks) if watched else contextlib.nullcontext()
+            with whole_pass, recorded_norms() as run:
                 yield watched
                 self._compare(tuple(run))
         finally:
             self._stop()
+
+    @contextlib.contextmanager
+    def _watching(self, *tasks: str) -> Iterator[None]:
+        with eager(), self._modules_outside(*tasks):
+            self.watch_rest()
+            yield
 
     @contextlib.contextmanager
     def noticing(self, task: str) -> Iterator[None]:
