@@ -44,6 +44,25 @@ def losses_of(batch):
 """
 """The loop to which fragments (marked py) belong."""
 
+MODEL = """
+from types import SimpleNamespace
+
+import torch
+import cs_kernels as cs
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x, y):
+        return SimpleNamespace(loss=torch.nn.functional.mse_loss(super().forward(x), y))
+
+
+model = Model(3, 2)
+adamw = torch.optim.AdamW(model.parameters())
+batch = {task: {"x": torch.randn(4, 3), "y": torch.randn(4, 2)} for task in ("old", "new")}
+batches = [batch] * 5
+"""
+"""The fine-tuning to which a fragment with a model belongs."""
+
 
 def _blocks(page: str) -> list[tuple[str, str]]:
     """The language and the text of each block of code."""
@@ -120,6 +139,9 @@ def test_fragments_run(
         assert (ROOT / included[1]).exists()
         return
     monkeypatch.chdir(tmp_path)
+    if "model(**" in code:
+        _run(MODEL + code, page)
+        return
     code = INCLUDED.sub(lambda included: (ROOT / included[1]).read_text(), code)
     plain = "backward(" in code or "convert_task" in code
     convert = "" if plain else "cs.nn.convert_task_batchnorm(trunk, tasks)"
