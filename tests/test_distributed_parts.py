@@ -228,7 +228,9 @@ def test_shards_that_do_not_fit_are_refused(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"dimension 0, .*got weight with \(Shard\(dim=1\)"):
         optimizer_of(other, cs.PCGrad())
     sgd, scaler = sgd_of(trunk, nn.Linear(3, 1)), torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="mix sharded and other parameters with a scaler, got SGD"):
+    with pytest.raises(
+        ValueError, match="both sharded and other parameters with a scaler, got SGD"
+    ):
         cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), scaler=scaler)
 
 

@@ -247,7 +247,7 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         *((_backward(loss), DETACHED) for loss in (Loop.head_loss, _no_grad, _of_a_copy)),
         (_step(_without_labels), r"for the task, pass only the others: step\(closure, tasks"),
         (_backward(_without_labels), "no labels for the task, leave it out"),
-        (_backward(_only_read), r"freeze them by requires_grad_\(False\) if this loss only"),
+        (_backward(_only_read), r"freeze them with requires_grad_\(False\) if this loss only"),
         (_exchanged, r"trunk must keep the parameters .* build a new one"),
         (_sparse, r"use sparse=False, or Sum\(\), or backward\(losses, features=z"),
         (
