@@ -42,6 +42,13 @@ class Surgery:
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
     """Float64 [layers, K, K]: d_ij of the channel groups, times the square of the loss scale."""
 
+    @property
+    def energies(self) -> Tensor | None:
+        """[K]: the squared norm of each row over all layers; None without a Gramian."""
+        if self.gramian is None:
+            return None
+        return self.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(self.rows)).sum(0)
+
     @classmethod
     def merge(cls, calls: Sequence["Surgery"], layers_of: Sequence[Set[int]]) -> "Surgery":
         """Merges the records of several calls of a method, each for its own layers, into one.
@@ -106,7 +113,7 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which gradients a method keeps between steps."""
+    """The gradients that a method keeps between steps."""
 
     tasks: tuple[str, ...]
     refresh_every: int

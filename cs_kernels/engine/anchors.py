@@ -9,7 +9,7 @@ from torch import Tensor
 from cs_kernels.methods import Method
 from cs_kernels.options import checked_integer
 from cs_kernels.ranks.strategy import Ranks
-from cs_kernels.step import Anchor, Step
+from cs_kernels.step import Anchor, Keeping, Step
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,18 @@ class Anchors:
 
     Args:
         ranks: Has the gradients of a step.
-        names: The names of the shared parameters.
 
     """
 
-    def __init__(self, ranks: Ranks, names: Sequence[str]) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._names = names
+        self._names = ranks.gradients.names
         self._kept: dict[str, list[_Kept]] = {}
         """By task, the newest gradient first."""
         self._expired = False
         """Whether the next joint step computes them again, whatever their age."""
         self._fresh: dict[str, list[Tensor | None]] = {}
-        """The protected tasks' gradients in the current step."""
+        """The protected tasks' gradients in the current step, from `lend` to `after`."""
 
     def forget(self) -> None:
         """Drops all gradients."""
@@ -69,7 +68,7 @@ class Anchors:
         return tuple(task for task in tasks if task not in waits) or tuple(tasks)
 
     def lend(self, step: Step, method: Method) -> None:
-        """Adds kept gradients to the rows of a step, and copies new ones, before the method runs.
+        """Before the method runs: adds kept gradients to the rows, and sets new ones aside.
 
         The new ones replace the gradients of earlier steps at the end of the step (`after`).
         """
@@ -90,10 +89,9 @@ class Anchors:
         A non-finite gradient is not kept; this check synchronizes with the device.
         """
         fresh, self._fresh = self._fresh, {}
-        gramian = step.surgery.gramian
-        if method.keeps is None or gramian is None or not fresh:
+        energies = step.surgery.energies
+        if method.keeps is None or energies is None or not fresh:
             return lambda: None
-        energies = gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, gramian.shape[-1]).sum(0)
         is_finite = dict(zip(step.surgery.rows, energies.isfinite().tolist(), strict=True))
         kept = dict(self._kept)
         for task, row in fresh.items():
@@ -112,7 +110,7 @@ class Anchors:
         parameters = zip(self._names, self._ranks.parameters, strict=True)
         return [name for name, parameter in parameters if parameter.requires_grad]
 
-    def state_dict(self, method: Method) -> dict[str, Any]:
+    def state_dict(self, keeps: Keeping) -> dict[str, Any]:
         """Facts, and for every gradient that the method keeps a tensor per shared parameter.
 
         The entries are the same before the first step, because a distributed checkpoint is loaded
@@ -120,21 +118,22 @@ class Anchors:
         """
         facts: dict[str, Any] = {}
         tensors: dict[str, dict[str, Tensor]] = {}
-        for task, n in _slots(method):
-            kept = dict(enumerate(self._kept.get(task, []))).get(n, _Kept(-1, []))
-            grads = dict(enumerate(kept.row))
-            reached = [name for i, name in enumerate(self._names) if grads.get(i) is not None]
+        for task, n in _slots(keeps):
+            of_task = self._kept.get(task, [])
+            kept = of_task[n] if n < len(of_task) else _Kept(-1, [None] * len(self._names))
+            named = [*zip(self._names, kept.row, strict=True)]
+            reached = [name for name, grad in named if grad is not None]
             facts[f"{task}/{n}"] = {"number": kept.number, "reached": reached}
             tensors[f"{task}/{n}"] = {
-                name: self._ranks.saved(i, grads.get(i)) for i, name in enumerate(self._names)
+                name: self._ranks.saved(i, grad) for i, (name, grad) in enumerate(named)
             }
         return {"facts": (facts, self._expired, self._trained()), "gradients": tensors}
 
-    def check_state(self, state: Mapping[str, Any], method: Method) -> None:
+    def check_state(self, state: Mapping[str, Any], keeps: Keeping) -> None:
         """Raises ValueError for gradients of other parameters, or with a wrong step number."""
         facts, _, _ = state["facts"]
         shapes = dict(zip(self._names, (p.shape for p in self._ranks.parameters), strict=True))
-        for task, n in _slots(method):
+        for task, n in _slots(keeps):
             of = facts.get(f"{task}/{n}", {"number": -1, "reached": []})
             checked_integer("number", of["number"], -1, 1 << 63)
             tensors = state["gradients"].get(f"{task}/{n}", {})
@@ -145,25 +144,21 @@ class Anchors:
                         f" shape {tuple(shapes.get(name, ()))}"
                     )
 
-    def load_state_dict(self, state: Mapping[str, Any], method: Method) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], keeps: Keeping) -> None:
         """Continues from a `state_dict`. If other parameters train now, the gradients expire."""
         self.forget()
         facts, expired, trained = state["facts"]
         self._expired = expired or trained != self._trained()
-        for task, n in _slots(method):
+        for task, n in _slots(keeps):
             of = facts.get(f"{task}/{n}", {"number": -1})
             if of["number"] >= 0:
                 reached, tensors = set(of["reached"]), state["gradients"][f"{task}/{n}"]
-                assert method.keeps is not None
                 row = [
-                    self._ranks.loaded(i, tensors[name], method.keeps.device)
-                    if name in reached
-                    else None
+                    self._ranks.loaded(i, tensors[name], keeps.device) if name in reached else None
                     for i, name in enumerate(self._names)
                 ]
                 self._kept.setdefault(task, []).append(_Kept(int(of["number"]), row))
 
 
-def _slots(method: Method) -> list[tuple[str, int]]:
-    keeps = method.keeps
-    return [] if keeps is None else [(t, n) for t in keeps.tasks for n in range(keeps.rank)]
+def _slots(keeps: Keeping) -> list[tuple[str, int]]:
+    return [(task, n) for task in keeps.tasks for n in range(keeps.rank)]

@@ -87,7 +87,7 @@ class Engine:
         self.transaction = Transaction(trunk, ranks, self.accumulation, self.guard)
         self.monitor = Monitor()
         self.kept = Kept()
-        self.anchors = Anchors(ranks, ranks.gradients.names)
+        self.anchors = Anchors(ranks)
         self.epoch: int | None = None
         self.steps = 0
         """The number of steps made."""

@@ -52,10 +52,10 @@ class Kept:
         solved = step.surgery
         if method.update_every == 1 or step.counter is not None:
             return Kept()
-        if solved.task_weights is None or solved.gramian is None:
+        energies = solved.energies
+        if solved.task_weights is None or energies is None:
             return Kept()
         weights = solved.task_weights.detach().clone()
-        energies = solved.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(solved.rows)).sum(0)
         if not weights.isfinite().all() & (energies > 0).all():
             return Kept()
         facts = step.number, solved.rows, solved.layers, step.at_features

@@ -133,10 +133,10 @@ class LoopGuard:
         mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
-            grad: Any = parameter.grad
+            grad = parameter.grad
             if grad is not None:
                 counter = grad if type(grad) is Tensor else _counter_of(grad)
-                grad._cs_kernels_mark = mark, counter._version  # `_MARK`, without a call.
+                setattr(grad, _MARK, (mark, counter._version))
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager

@@ -27,7 +27,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     if engine.monitor.counter is not None:
         state["conflicts"] = (engine.monitor.counter.state_dict(),)
     if engine.method.keeps is not None:
-        state["anchors"] = engine.anchors.state_dict(engine.method)
+        state["anchors"] = engine.anchors.state_dict(engine.method.keeps)
     return state
 
 
@@ -81,7 +81,7 @@ def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:
     (kept,) = state.get("kept", (None,))
     Kept.check_state(kept, tasks)
     if engine.method.keeps is not None:
-        engine.anchors.check_state(state["anchors"], engine.method)
+        engine.anchors.check_state(state["anchors"], engine.method.keeps)
 
 
 def _load(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     (kept,) = state.get("kept", (None,))
     engine.kept.load_state_dict(kept, engine.trunk.requires_grad())
     if engine.method.keeps is not None:
-        engine.anchors.load_state_dict(state["anchors"], engine.method)
+        engine.anchors.load_state_dict(state["anchors"], engine.method.keeps)
     if engine.monitor.counter is not None:
         (of_conflicts,) = state.get("conflicts", (None,))
         engine.monitor.counter.load_state_dict(of_conflicts)

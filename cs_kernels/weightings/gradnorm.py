@@ -73,10 +73,9 @@ class GradNorm(Weighting):
                 self._weights[task] = start(value, 1.0)
             is_first = first.isinf() & value.isfinite() & (value > 0)
             first.copy_(torch.where(is_first, value, first))
-        gramian, tasks = step.surgery.gramian, step.tasks
-        if gramian is None:
+        squares, tasks = step.surgery.energies, step.tasks
+        if squares is None:
             return
-        squares = gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, gramian.shape[-1]).sum(0)
         norms = squares[: len(tasks)].double().sqrt()
         states = torch.stack([self._weight(task, norms) for task in tasks])
         rates = torch.stack([(step.losses[t].double() / self._first[t]).to(norms) for t in tasks])

@@ -5,7 +5,8 @@ below has: the documentation of Python's language (`pydoc_data`, PSF license), t
 standard library without documentation strings (PSF license), and the documentation strings of SciPy
 (BSD license). Then it
 
-- forgets the code (SimNPO), while batches of the language's documentation keep what it knows; or
+- forgets the code (gradient ascent, or SimNPO), while batches of the language's documentation keep
+  what it knows; or
 - learns torch's C++ headers (BSD license), while the same batches keep what it knows.
 
 SciPy's documentation is never in a batch then: it measures what the batches to keep do not cover.
@@ -43,10 +44,10 @@ EVERY = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What happens to the pretrained network."""
+    """A text that the pretrained network forgets or learns, and how it is trained to."""
 
     new: str
-    """The text that it forgets or learns."""
+    """The name of the text."""
     objective: Callable[[Tensor], Tensor]
     """From the mean loss of each sample [N] to the loss of the task."""
     rate: float
