@@ -152,7 +152,7 @@ class Draw(random.Random):
             "group_of": [self.randrange(of_groups) for _ in weights],
             "of_groups": of_groups,
             "task_weights": self.values(of_groups, tasks, dtype=self.choice(DTYPES)),
-            "protected": self.randrange(tasks),
+            "protected": self.randrange(max(tasks, 1)),
             "leaks": [self.choice([0.0, 0.0, 0.5, 1.0]) for _ in range(tasks)],
             "seed": self.choice(INTEGERS),
             "step": self.choice(INTEGERS),
