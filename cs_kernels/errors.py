@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 def described(value: object) -> str:
@@ -10,6 +10,11 @@ def described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -171,7 +171,9 @@ def test_zero_and_non_finite_gradients(bad: float) -> None:
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, torch.inf, torch.nan, "1", None])
 def test_bad_limits(max_norm: object) -> None:
-    with pytest.raises(ValueError, match="max_norm must be positive, or a function, got"):
+    with pytest.raises(
+        ValueError, match="max_norm must be positive and finite, or a function, got"
+    ):
         cs.Clipped(cs.PCGrad(), max_norm)
 
 

@@ -279,7 +279,7 @@ def numbers_of(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 @SCALED
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays count, also after another start, a freeze and a loaded checkpoint."""
+    """Replays count conflicts, also after counting restarts, a freeze and a loaded checkpoint."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     loops = []

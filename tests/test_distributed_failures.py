@@ -172,7 +172,7 @@ def test_an_optimizer_that_fails_on_one_rank(
         step()
     sgd.fails = 0
     with pytest.raises(RuntimeError, match=r"same parameters|number of steps made before"):
-        step()  # The updates of the ranks differ.
+        step()  # Some ranks have made the update, others have not.
     for parameter in network.parameters():
         dist.broadcast(parameter.data, 0)
     states = [opt.state_dict()]  # Rank 0 may have made one more step.

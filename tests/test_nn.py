@@ -230,9 +230,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     trunk.train()
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
-    with refused(
-        trunk.state_dict, ValueError, "normalization layer for task 'depth' in train mode"
-    ):
+    with refused(trunk.state_dict, ValueError, "batch normalization of task 'depth' in train mode"):
         changed()
 
 

@@ -435,7 +435,7 @@ def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
     weight = network.trunk["first"].weight
     inner = torch.optim.SGD([weight], lr=0.1)
     weight.register_post_accumulate_grad_hook(lambda _: inner.step())
-    with pytest.raises(RuntimeError, match=r"first.weight and 0 others changed during"):
+    with pytest.raises(RuntimeError, match=r"first.weight changed during"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
 
@@ -477,7 +477,7 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
     weight = network.trunk["first"].weight
     node = _node_of(weight)
     node.register_prehook(lambda grads: (grads[0] + 0.1 * weight.detach(),))
-    with pytest.raises(RuntimeError, match=r"has changed those of first.weight \(and 0 more\)"):
+    with pytest.raises(RuntimeError, match=r"has changed those of first.weight:"):
         network.make("backward")
 
 
@@ -527,7 +527,7 @@ def test_a_hook_that_moves_gradients(how: str, method: type[cs.Method]) -> None:
     for parameter in last.parameters():
         parameter.register_post_accumulate_grad_hook(move)
     with pytest.raises(
-        RuntimeError, match=r"gradients of last.weight and 1 others are gone after the pass"
+        RuntimeError, match=r"gradients of last.weight \(and 1 more\) are gone after the pass"
     ):
         network.make(how)
 
@@ -567,7 +567,7 @@ def test_a_function_that_adds_gradients_up_elsewhere(
     network.part = lambda x: AddsUpElsewhere.apply(x.tanh(), weight, returns, rebinds)
     sgd = sgd_of(network.trunk, network.heads)
     network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Ones())
-    with pytest.raises(RuntimeError, match=r"has changed fused\.weight\.main_grad and 0 others"):
+    with pytest.raises(RuntimeError, match=r"has changed fused\.weight\.main_grad, where"):
         network.make(how)
     network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Ones(), check_passes=False)
     network.make(how)

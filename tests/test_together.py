@@ -597,8 +597,8 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "no size": (lambda net, run: run(X, X.sum()), r"got the sizes \[\(\), \(4,\)\]"),
     "nothing": (lambda net, run: run(), r"got the sizes \[\]"),
     # Before the first normalization, all tasks' batches are equal: a sum shows no difference.
-    "past run 0": (lambda net, run: plus(run, net.outputs, 0), "another tensor of the trunk"),
-    "past run 1": (lambda net, run: plus(run, net.outputs, 1), "another tensor of the trunk"),
+    "past run 0": (lambda net, run: plus(run, net.outputs, 0), "a tensor inside the trunk"),
+    "past run 1": (lambda net, run: plus(run, net.outputs, 1), "a tensor inside the trunk"),
     # Without the check, torch's error would only mention views.
     "in place": (
         lambda net, run: {t: z.relu_().mean() for t, z in run(X).items()},

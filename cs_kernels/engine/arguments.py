@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from cs_kernels.errors import described
+from cs_kernels.errors import described, first_of
 from cs_kernels.methods import Method
 from cs_kernels.nn.task_norm import TaskBatchNorm, task_norms
 from cs_kernels.ops.checks import DTYPES, MOST_TASKS
@@ -142,7 +142,7 @@ def check_held(
     if missing:
         raise ValueError(
             f"optimizer must hold every parameter of trunk that requires a gradient, but"
-            f" {missing[0]} and {len(missing) - 1} others are missing"
+            f" lacks {first_of(missing)}"
             " (was it built before the conversion, or from copies in another precision?)"
         )
     if any(parameter not in held for parameter in weighting.parameters()):

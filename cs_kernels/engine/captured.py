@@ -216,8 +216,8 @@ def _check_replays(engine: Engine) -> None:
         averages = isinstance(module, _NormBase) and module.track_running_stats
         if averages and module.momentum is None:
             raise ValueError(
-                "trunk must have batch normalization with a momentum for a captured step, got"
-                f" momentum=None in {name}: the factor of its average is a number on the host"
+                "trunk must have running statistics with a momentum for a captured step, got"
+                f" momentum=None in {name}: replays would repeat the averaging factor of one step"
             )
     engine.method.captured_state()
     engine.weighting.captured_state()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
+from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
@@ -170,10 +171,10 @@ class LoopGuard:
         grads = [p.grad for p in own]
         # `zero_grad(set_to_none=False)` leaves zeros.
         if own and not _is_zero(grads) and _is_finite(grads):
-            name = self._gradients.name_of(own[0])
+            names = [self._gradients.name_of(p) for p in own]
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
-                f" set them to None first, but the gradients of {name} and {len(own) - 1} others"
+                f" set them to None first, but the gradients of {first_of(names)}"
                 " come from a loss of your own (or of another optimizer's): add this loss to a"
                 " task's, or call its backward() between opt.backward(...) and optimizer.step(); or"
                 " drop it by zero_grad(). (Clipping belongs before optimizer.step(), too;"
@@ -246,9 +247,9 @@ class LoopGuard:
             waits = _mark_on(this._optimizers[n]).owner is not None
             if n in this._updated and not waits and this._is_there(n):
                 raise RuntimeError(
-                    "optimizer has already used the update in .grad: drop this optimizer.step(),"
-                    " since step(closure) makes the step; or call zero_grad() before you compute"
-                    " gradients of your own"
+                    "optimizer has already used the update in .grad: drop this optimizer.step() if"
+                    " step(closure) came before it, which makes the step itself; else call"
+                    " zero_grad() and compute new gradients first"
                 )
             if this._accumulation.is_open():
                 raise RuntimeError(

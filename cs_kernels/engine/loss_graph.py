@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
-from cs_kernels.errors import described
+from cs_kernels.errors import described, first_of
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Step
 from cs_kernels.torch_internals.autograd import hooked, reached_parameters
@@ -140,7 +140,7 @@ class LossGraph:
             names = sorted(watcher.names_of(unheld))
             raise ValueError(
                 f"optimizer must hold every parameter that a loss depends on, but the loss of"
-                f" {task!r} depends on {names[0]} (and {len(unheld) - 1} more) that it does not"
+                f" {task!r} depends on {first_of(names)}, which it does not"
                 " hold: freeze them with requires_grad_(False) if this loss only reads them, like a"
                 " discriminator in the step of its generator; else add them to the optimizer"
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from cs_kernels.errors import noted
+from cs_kernels.errors import first_of, noted
 from cs_kernels.gradients import as_real
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.torch_internals.autograd import (
@@ -120,8 +120,8 @@ class PassChecks:
         changed = [name for name in differing if name not in attributes]
         if changed:
             raise RuntimeError(
-                f"a backward pass must not change parameters, but {changed[0]} and"
-                f" {len(changed) - 1} others changed during the pass of {new[0]!r}: hooks must not"
+                f"a backward pass must not change parameters, but {first_of(changed)}"
+                f" changed during the pass of {new[0]!r}: hooks must not"
                 " step an optimizer, since the one passed as optimizer does; remove the hook, and"
                 f" load the last checkpoint{_OFF}"
             )
@@ -132,7 +132,7 @@ class PassChecks:
         if written:
             raise RuntimeError(
                 "a backward pass must leave gradients in .grad, but the pass of"
-                f" {new[0]!r} has changed {written[0]} and {len(written) - 1} others, where a"
+                f" {new[0]!r} has changed {first_of(written)}, where a"
                 " function or a hook may add gradients up, which the method would not see: let the"
                 f" function return them{_OFF}"
             )
@@ -154,7 +154,7 @@ class PassChecks:
         if changed:
             raise RuntimeError(
                 "gradients in .grad must stay as a backward pass has made them, but in the pass of"
-                f" {task!r} a hook has changed those of {changed[0]} (and {len(changed) - 1} more):"
+                f" {task!r} a hook has changed those of {first_of(changed)}:"
                 " the hook runs in every task's pass, and sees the sum where gradients add up; use"
                 " register_hook, which sees the gradient of one pass, or a hook of the torch"
                 f" optimizer, which sees the update{_OFF}"
@@ -175,7 +175,7 @@ class PassChecks:
         if moved:
             raise RuntimeError(
                 "a backward pass must leave gradients in .grad, but the gradients of"
-                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others are gone after the"
+                f" {first_of([self._trunk.names[i] for i in moved])} are gone after the"
                 f" pass of {task!r}: a hook has moved them, so the method would not see them;"
                 f" remove the hook, or freeze these parameters{_OFF}"
             )
@@ -241,7 +241,7 @@ def check_shared_part(
 
 
 def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """By name: attributes of parameters that are tensors of the same shape, such as `main_grad`."""
+    """By name: the tensor attributes of each parameter with its shape, such as `main_grad`."""
     return {
         f"{name}.{key}": value
         for p, name in names.items()

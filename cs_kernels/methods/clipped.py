@@ -46,7 +46,9 @@ class Clipped(GramianMethod):
         if not isinstance(method, GramianMethod | Sum):
             raise TypeError(f"method must be a Gramian method or Sum(), got {method!r}")
         if not callable(max_norm) and not (is_finite_number(max_norm) and max_norm > 0):
-            raise ValueError(f"max_norm must be positive, or a function, got {max_norm!r}")
+            raise ValueError(
+                f"max_norm must be positive and finite, or a function, got {max_norm!r}"
+            )
         self.method = Ones() if isinstance(method, Sum) else method
         self.max_norm = max_norm
         super().__init__(self.method.groups, self.method.update_every)

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
@@ -37,10 +38,10 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
             (other,) = set(present) - set(zero)
             suspects.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
     if suspects:
-        name, task, owner = suspects[0]
+        names, (task, *_), (owner, *_) = zip(*suspects, strict=True)
         warnings.warn(
-            f"the gradient of {task!r} is zero in every element of {name} and {len(suspects) - 1}"
-            f" others, which {owner!r} alone would train: they count as shared, so the method"
+            f"the gradient of {task!r} is zero in every element of {first_of(names)},"
+            f" which {owner!r} alone would train: they count as shared, so the method"
             f" changes their gradients. If the loss has a term like 0 * sum(parameters), remove it;"
             " parameters without a gradient are no error here",
             stacklevel=2,

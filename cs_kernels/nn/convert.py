@@ -207,8 +207,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         norms = [norm for norm in norms if norm.training]
     if not norms:
         raise ValueError(
-            f"trunk must have a normalization layer for task {task!r} in train mode, but all are in"
-            " eval mode"
+            f"trunk must have a batch normalization of task {task!r} in train mode, but has none"
+            " or all are in eval mode"
         )
     frozen = [
         module

@@ -201,7 +201,7 @@ class Operands:
             self.native = _C.Operands(*arguments)
             if self.native.unfit:
                 device = self.outputs[0].device
-                raise ValueError(f"{name} must have addresses, got tensors on {device}")
+                raise ValueError(f"{name} must have memory, got tensors on {device}")
         self._grad_copies: list[Tensor] = []  # Kernels hold only addresses.
         for index in self.native.misfits:
             grad = grads[index]

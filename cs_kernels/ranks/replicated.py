@@ -90,8 +90,8 @@ class Replicated(Distributed):
             return
         if self.gradients.collected:
             raise RuntimeError(
-                "parameters must keep requires_grad, dtype and device in all micro-batches that add"
-                " up, but differ from the last call of backward(..., update=False)"
+                "parameters must keep requires_grad, dtype, device and strides across"
+                " micro-batches, but one has changed since the last backward(..., update=False)"
             )
         self._trains = trains
         self.version += 1

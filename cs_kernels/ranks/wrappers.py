@@ -91,7 +91,7 @@ class Wrappers:
             if getattr(module, "static_graph", False):
                 raise ValueError(
                     "DistributedDataParallel must be built without static_graph=True, which reduces"
-                    " gradients on its own; MultiTaskOptimizer reduces them"
+                    " gradients on its own, but MultiTaskOptimizer must reduce them"
                 )
             self._check_ranks(module)
             self._found.append(module)

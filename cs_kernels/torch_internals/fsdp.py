@@ -71,7 +71,7 @@ def fsdp_modules(objects: Iterable[object]) -> list[Any]:
 
 
 def reshard(network: nn.Module) -> None:
-    """Frees unsharded parameters, which a forward pass without a backward pass may leave."""
+    """Frees unsharded parameters, which a forward pass without a backward pass may leave behind."""
     for module in fsdp_modules(network.modules()):
         module.reshard()
 

@@ -53,13 +53,13 @@ class Reach:
             raise
 
     def note_gradients(self, task: str) -> bool:
-        """Records a task's pass from `.grad`; returns whether there is any gradient."""
+        """Records what a pass has reached, by `.grad`; returns whether it has reached anything."""
         unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
         self.note(task, unreached)
         return len(unreached) < len(self._parameters)
 
     def note_graph(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Records a task's pass from the parameters in the graph of its loss."""
+        """Records which parameters a task's pass reaches, from the graph of its loss."""
         in_graph = {id(parameter) for parameter in parameters}
         self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in in_graph])
 

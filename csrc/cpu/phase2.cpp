@@ -60,8 +60,8 @@ struct Chunk {
   RowRange range; // rows for energies, elements for plain sums, else indices into `order`
 };
 
-// A buffer for the sums of a thread's chunks between its two visits. It outlives the call, because
-// allocating fresh pages would cost as much as the buffer saves.
+// A thread's buffer for the sums of its chunks, between the first and the second visit to each. It
+// outlives the call, because allocating fresh pages would cost as much as the buffer saves.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {

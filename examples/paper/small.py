@@ -123,7 +123,7 @@ def _exists(folder: Path, settings: dict[str, Any]) -> bool:
         raise FileExistsError(
             f"{folder} exists with "
             + ("no settings of a small data set" if found is None else f"the settings {found}")
-            + f", asked for {settings}"
+            + f", expected {settings}"
         )
     return True
 

@@ -319,7 +319,7 @@ class Training:
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The metrics of every task on the whole of the evaluation part, pooled over the ranks.
 
-        All metrics of a task are NaN if a prediction is not finite, or nothing is known.
+        All metrics of a task are NaN if a prediction is not finite or no pixel is labelled.
         """
         self.network.eval()
         diverged = dict.fromkeys(self.tasks, torch.zeros((), dtype=torch.bool, device=self.device))

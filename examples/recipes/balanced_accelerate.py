@@ -1,6 +1,6 @@
 """Accelerate with gradient accumulation: one more line, which names the task of a micro-batch.
 
-In float64, parameters equal to 1e-7 those of a plain loop that multiplies each task's exact
+In float64, parameters agree to 1e-7 with those of a plain loop that multiplies each task's exact
 gradient of the trunk by the previous step's weights.
 """
 

@@ -1,6 +1,6 @@
 """Lightning with automatic optimization: task weights in Lightning's own loop.
 
-In float64, resumed or not, parameters equal to 1e-7 those of a plain loop that multiplies each
+In float64, resumed or not, parameters agree to 1e-7 with those of a plain loop that multiplies each
 task's exact gradient of the trunk by the previous step's weights.
 """
 

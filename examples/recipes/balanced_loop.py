@@ -1,7 +1,7 @@
 """A plain loop with a data loader per task: task weights, a log, and a checkpoint.
 
-In float64, parameters equal to 1e-7 those of a loop that multiplies each task's exact gradient of
-the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
+In float64, parameters agree to 1e-7 with those of a loop that multiplies each task's exact gradient
+of the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The Trainer of transformers with task weights: one method is wrapped, and no step is replaced.
 
-In float64, parameters equal to 1e-7 those of a loop that multiplies each task's exact gradient of
-the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
+In float64, parameters agree to 1e-7 with those of a loop that multiplies each task's exact gradient
+of the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile

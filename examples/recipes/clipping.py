@@ -18,7 +18,7 @@ MAX_NORM = 0.5
 
 
 def loss_with_outliers(step: int, task: str, prediction: Tensor, target: Tensor) -> Tensor:
-    """In every fourth step, the loss of depth is a hundred times as large."""
+    """In every fourth step, the depth loss is a hundred times as large."""
     factor = 100 if task == "depth" and step % 4 == 3 else 1
     return factor * loss_of(task, prediction, target)
 

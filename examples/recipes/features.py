@@ -1,7 +1,7 @@
 """Surgery at the features: the trunk runs forward once and backward once, with any number of tasks.
 
-In float64, parameters and running statistics equal to 1e-12 those of a plain loop that projects
-the gradients of the features.
+In float64, parameters and running statistics agree to 1e-12 with those of a plain loop that
+projects the gradients of the features.
 """
 
 import torch

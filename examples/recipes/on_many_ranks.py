@@ -1,8 +1,8 @@
 """Many processes, each with its part of every batch.
 
 Start it by torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
-statistics equal to 1e-12 those of a plain loop that runs every part separately and averages the
-gradients. All ranks end with the same parameters and statistics.
+statistics agree to 1e-12 with those of a plain loop that runs every part separately and averages
+the gradients. All ranks end with the same parameters and statistics.
 """
 
 import torch

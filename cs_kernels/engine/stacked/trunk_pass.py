@@ -271,9 +271,9 @@ class TrunkPass:
             ends = [self._edges[edge] for edge in reached.features]
             if None in ends or any(map(is_task_layer, reached.nodes)):
                 raise ValueError(
-                    f"a loss must depend on the trunk through what run returns, but the loss of"
-                    f" {task!r} depends on another tensor of the trunk, which has the batches"
-                    " of all tasks: let the trunk return it, or use step"
+                    "a loss must depend on the trunk through the outputs of run alone, but the loss"
+                    f" of {task!r} depends on a tensor inside the trunk, where the batches of all"
+                    " tasks are concatenated: let the trunk return it, or use step"
                 )
             others = {end[0] for end in ends if end is not None} - {task}
             if others:

@@ -656,7 +656,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
       image[i] = dot(c.matrix.row(i), step, n);
       quadratic += image[i] * step[i];
       linear -= s[i] * step[i];
-      // From here on, these arrays have the step's shares of x and the terms for `fair_length`.
+      // From here on, `diagonal` and `target` hold `shares` and `parts` of `fair_length`.
       diagonal[i] = -(of_sums ? image[i] : step[i]) / x[i];
       target[i] *= x[i];
       largest = std::fmax(largest, std::fabs(diagonal[i]));
