@@ -62,7 +62,7 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:
-    """Compares runs with these numbers of blocks in flight, each with another seed."""
+    """Compares runs with these numbers of blocks in flight, each with a different seed."""
     results = []
     for seed, blocks in enumerate(resident):
         cuda._kernels.order(seed, blocks)

@@ -72,7 +72,7 @@ LOOPS = {
     **dict.fromkeys(("hM", "MzhM"), OWN_OF_HEAD),
     **dict.fromkeys(("MhM", "MZhM"), "a loss of your own"),
     **dict.fromkeys(("McM", "LcscM"), CLIPPING),
-    # An update is used once.
+    # An update may be used only once.
     **dict.fromkeys(("Ms", "Mas", "Lsas"), USED),
     # Correct loops.
     **dict.fromkeys(("MnMnM", "MZMZM", "MzaszasM", "MzZaszZasM", "MzozM", "Mz0M", "LcsM", "LosM")),

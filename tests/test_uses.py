@@ -92,7 +92,7 @@ def scenes_of(count):
 
 
 def test_boxes_hold_the_digits():
-    """Every digit's pixels lie in a box of its class, and a single box is tight."""
+    """Every digit's pixels lie in a box of its class, and the box of a lone digit is tight."""
     scenes = scenes_of(40)
     assert {len(boxes) for boxes in scenes.boxes} == {1, 2, 3}
     for mask, boxes in zip(scenes.pixels, scenes.boxes, strict=True):

@@ -119,7 +119,7 @@ PAIRS: list[tuple[Callable[[Any, Tensor], Tensor], nn.Module, nn.Module, Sequenc
 def test_a_normalization_takes_the_output_of_a_layer(
     run: Callable[..., Tensor], layer: nn.Module, norm: nn.Module, shape: list[int], reason: Any
 ) -> None:
-    """A view of the output with the same channels counts; without such a layer, steps raise."""
+    """A layer's output may be viewed; if no layer precedes the normalization, every step raises."""
     trunk = copy.deepcopy(Composed(run, layer=layer, norm=norm))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
     loss = loss_of(trunk, torch.randn(shape))

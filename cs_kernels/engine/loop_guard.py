@@ -247,9 +247,9 @@ class LoopGuard:
             waits = _mark_on(this._optimizers[n]).owner is not None
             if n in this._updated and not waits and this._is_there(n):
                 raise RuntimeError(
-                    "optimizer has already used the update in .grad: drop this optimizer.step() if"
-                    " step(closure) came before it, which makes the step itself; else call"
-                    " zero_grad() and compute new gradients first"
+                    "optimizer has already used the update in .grad: after step(closure), which"
+                    " makes the step itself, drop this optimizer.step(); otherwise call zero_grad()"
+                    " and compute new gradients first"
                 )
             if this._accumulation.is_open():
                 raise RuntimeError(

@@ -241,7 +241,7 @@ def check_shared_part(
 
 
 def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """By name: the tensor attributes of each parameter with its shape, such as `main_grad`."""
+    """By name: parameters' tensor attributes of the parameter's shape, such as `main_grad`."""
     return {
         f"{name}.{key}": value
         for p, name in names.items()

@@ -203,8 +203,8 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 def _(*_: object) -> None:
     """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K].
 
-    With a protected task, an element of the sum that does not have the sign of that task's gradient
-    becomes this gradient, unless the gradient is zero there.
+    With a protected task, where the sum does not have the sign of the protected gradient, that
+    gradient's element replaces it, unless it is zero.
     """
 
 

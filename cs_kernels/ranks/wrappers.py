@@ -90,8 +90,9 @@ class Wrappers:
         if is_ddp(module) and not any(module is other for other in self._found):
             if getattr(module, "static_graph", False):
                 raise ValueError(
-                    "DistributedDataParallel must be built without static_graph=True, which reduces"
-                    " gradients on its own, but MultiTaskOptimizer must reduce them"
+                    "DistributedDataParallel must be built without static_graph=True: with it, its"
+                    " reductions cannot be switched off, and MultiTaskOptimizer reduces gradients"
+                    " itself"
                 )
             self._check_ranks(module)
             self._found.append(module)

@@ -90,7 +90,7 @@ class Shuffled(cs.ConnectionStrength):
         return [p[torch.randperm(len(p), generator=generator)] for p in priorities]
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """`ConnectionStrength.combine` with shuffled priorities: it fuses these operators."""
+        """As `ConnectionStrength.combine`, whose fused operator cannot shuffle priorities."""
         reached = gradients.reached()
         lists = layout.lists_of(reached)
         order = list(dict.fromkeys([*lists.weight_indices, *reached]))
