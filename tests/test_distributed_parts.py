@@ -244,7 +244,7 @@ def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> N
     for _ in range(2):
         opt.step(lambda task: head(trunk(x)).sum())
     trunk(x).square().sum().backward()
-    with pytest.raises(RuntimeError, match=r"gradients of 0.weight .* from a loss of your own"):
+    with pytest.raises(RuntimeError, match=r"0.weight \(and 1 more\) come from a loss of your own"):
         opt.step(lambda task: trunk(x).sum())
     opt = cs.MultiTaskOptimizer(trunk, opt.optimizer, AB, cs.PCGrad())
     with pytest.raises(ValueError, match="depend on a parameter of trunk, but the loss of 'a'"):

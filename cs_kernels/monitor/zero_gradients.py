@@ -38,7 +38,8 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
             (other,) = set(present) - set(zero)
             suspects.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
     if suspects:
-        names, (task, *_), (owner, *_) = zip(*suspects, strict=True)
+        _, task, owner = suspects[0]
+        names = [name for name, _, _ in suspects]
         warnings.warn(
             f"the gradient of {task!r} is zero in every element of {first_of(names)},"
             f" which {owner!r} alone would train: they count as shared, so the method"

@@ -90,9 +90,8 @@ class Wrappers:
         if is_ddp(module) and not any(module is other for other in self._found):
             if getattr(module, "static_graph", False):
                 raise ValueError(
-                    "DistributedDataParallel must be built without static_graph=True: with it, its"
-                    " reductions cannot be switched off, and MultiTaskOptimizer reduces gradients"
-                    " itself"
+                    "DistributedDataParallel must be built without static_graph=True, whose"
+                    " reductions cannot be switched off: MultiTaskOptimizer makes its own"
                 )
             self._check_ranks(module)
             self._found.append(module)

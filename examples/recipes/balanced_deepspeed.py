@@ -1,7 +1,7 @@
 """DeepSpeed's engine (ZeRO stages 0 to 2) with task weights: its loop stays as it is.
 
-Start it by deepspeed --num_gpus=2 balanced_deepspeed.py, or by torchrun. Parameters equal to 1e-6
-those of one process without DeepSpeed that trains with whole batches.
+Start it by deepspeed --num_gpus=2 balanced_deepspeed.py, or by torchrun. Parameters agree to
+1e-6 with those of one process without DeepSpeed that trains with whole batches.
 """
 
 import deepspeed

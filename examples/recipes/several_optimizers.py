@@ -44,7 +44,7 @@ def make_optimizers(network: Network) -> tuple[torch.optim.Muon, torch.optim.Ada
 
 
 def train(epochs: int = EPOCHS, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains until this many epochs are done; resumes from the checkpoint, and writes it."""
+    """Trains until `epochs` are done; resumes from the checkpoint if there is one; writes it."""
     torch.manual_seed(0)
     network = Network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)

@@ -23,6 +23,7 @@ from uses import digits, finetune, pinn, tabular
 from uses.use import Column, Result, Use, draw_gains
 
 SMALL_SKETCH = 1024
+TICKS = (-20, -5, -1, 0, 1, 5, 20)
 PARTS = {
     "three": digits.PARTS["three"],
     "three, unequal": replace(digits.PARTS["three"], factors={"right": 0.1}),
@@ -139,10 +140,8 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         titles = {"lagged": "default sketch", "small": f"sketch of {SMALL_SKETCH:,} numbers"}
         for ax, (key, title) in zip(axes[0], titles.items(), strict=True):
             draw_gains(ax, {row: [run[key] for run in runs] for row, runs in results.items()})
-            ax.set_xscale("symlog", linthresh=1)  # a tenth of a point, and tens
-            ax.set_xticks(
-                [-20, -5, -1, 0, 1, 5, 20], labels=["-20", "-5", "-1", "0", "1", "5", "20"]
-            )
+            ax.set_xscale("symlog", linthresh=1)  # Problems differ by a factor of 100.
+            ax.set_xticks(TICKS, labels=map(str, TICKS))
             ax.set_title(title)
         figure.suptitle("GradientBalancer less exact weights of the same step")
         figure.supxlabel("percentage points, with 95 % intervals", fontsize=11)
