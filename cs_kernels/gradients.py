@@ -1,8 +1,9 @@
 """The gradients of the shared parameters, K x N, collected from `.grad`.
 
 If `.grad` is None, autograd puts its own buffer there, so a task's row takes the tensors that the
-backward pass has left in `.grad`: nothing is copied or added. Updates are written into buffers that
-are reused in every step and become `.grad`. Methods see a complex gradient as pairs of real
+backward pass has left in `.grad`: nothing is copied or added. An elementwise operator writes the
+update over a task's gradient, which becomes `.grad`: a step holds K gradients. Other updates are
+written into buffers that are reused in every step. Methods see a complex gradient as pairs of real
 numbers, so that dot products are real inner products.
 """
 
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.ops.aliases import Grads
 from cs_kernels.ops.operands import misfits
 from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
@@ -44,18 +46,28 @@ class Storage:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self._updates: list[Tensor | None] = [None] * len(parameters)
-        """The buffers of the updates, reused in every step."""
+        """The buffers of the updates."""
+        self._reuses_updates = True
+        """Whether the buffers are reused in the next step."""
 
     # --- the update ---
 
-    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for this process's shards of these parameters' updates."""
+    def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
+        """The buffers for this process's shards of these parameters' updates.
+
+        Args:
+            parameters: The indices of the parameters.
+            over: A gradient per parameter that its update may overwrite, or None.
+
+        """
         likes = [*map(self.parameters.__getitem__, parameters)]
-        updates = [*map(self._updates.__getitem__, parameters)]
+        updates = [*(map(self._updates.__getitem__, parameters) if over is None else over)]
         # A buffer is missing, or a parameter or its `.grad` (the last update) was moved or cast.
         for n in misfits(updates, likes):
             updates[n] = torch.empty_like(likes[n], requires_grad=False)
-            self._updates[parameters[n]] = updates[n]
+        for i, update in zip(parameters, updates, strict=True):
+            self._updates[i] = update
+        self._reuses_updates = over is None
         return cast("list[Tensor]", updates)
 
     def free_updates(self) -> None:
@@ -76,6 +88,8 @@ class Storage:
 
     def publish(self) -> None:
         """Ends the update; all ranks call it together."""
+        if not self._reuses_updates:
+            self.free_updates()
 
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
         """A tensor for a parameter's `.grad` while its gradients wait in the rows."""
@@ -209,6 +223,8 @@ class TaskGradients:
         """All modules of the step if its gradients arrive a few modules at a time; or empty."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
+        self.kept: frozenset[str] = frozenset()
+        """The tasks whose gradients are needed after the update."""
         self.clear()
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -221,7 +237,7 @@ class TaskGradients:
     def clear(self) -> None:
         """Drops the gradients, but not the buffers of the updates."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
-        self.anchors = []
+        self.anchors, self.kept = [], frozenset()
         self.collected.clear()
 
     def collect(self, task: str) -> bool:
@@ -319,10 +335,28 @@ class TaskGradients:
         """Moves the gradients of every task's own parameters from the rows to `.grad`."""
         self._storage.release_own(self)
 
-    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for these parameters' updates; complex ones as pairs of real numbers."""
-        updates = self._storage.update_shards(parameters)
+    def updates(self, parameters: Sequence[int], *, in_place: bool = False) -> list[Tensor]:
+        """The buffers for these parameters' updates; complex ones as pairs of real numbers.
+
+        Args:
+            parameters: The indices of the parameters.
+            in_place: Whether an update may be written over a gradient. The operator must then read
+                an element of every gradient before it writes that element of the update.
+
+        """
+        over = [*map(self._overwritable, parameters)] if in_place else None
+        updates = self._storage.update_shards(parameters, over)
         return list(map(as_real, updates)) if self._has_complex else updates
+
+    def _overwritable(self, parameter: int) -> Tensor | None:
+        """The first gradient that nothing needs after the update, in memory of its own."""
+        for task, row in zip(self.tasks, self.rows, strict=True):
+            grad = row[parameter]
+            if grad is None or task in self.kept:
+                continue
+            if grad._base is None and not grad.is_conj():  # `as_real` would copy a conjugate.
+                return grad
+        return None
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Assigns the updates of these parameters to their `.grad`, and drops the rows."""

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ TASKS = [*[1, 2, 3, 4] * 6, 5, 7, 8, 9, 10, 16, *([] if SMALL else [33, 64, 65])
 INTEGERS = [-1, 0, 1, 2, 3, 7, 65, 2**32 - 3, 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e300]
 OTHER_DTYPES = [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+IN_PLACE = "combine_", "drop_signs_"
+"""The operators whose updates may be gradients of the same tensors."""
 ERRORS = ValueError, TypeError, RuntimeError, NotImplementedError
 
 
@@ -207,6 +210,11 @@ class Draw(random.Random):
                 for a in schema.arguments
             )
         result = [*arguments]
+        if name in IN_PLACE and self.chance(0.3):
+            grads, tasks = trunk["grads"], trunk["tasks"]
+            of_tensors = (grads[t * tasks : (t + 1) * tasks] for t in range(len(result[0])))
+            found = (next((g for g in of if g is not None), None) for of in of_tensors)
+            result[0] = [u if g is None else g for u, g in zip(result[0], found, strict=True)]
         while self.chance(0.25):
             self.spoil(result)
         return result
@@ -261,7 +269,13 @@ def written(name: str, arguments: Any) -> list[Tensor]:
 
 
 def overlapping(name: str, arguments: Any) -> bool:
-    """Whether a written tensor overlaps another argument or itself."""
+    """Whether a written tensor overlaps an argument that it may not overlap, or itself."""
+    if name in IN_PLACE:
+        updates, grads = arguments[:2]
+        tasks = len(grads) // max(len(updates), 1)
+        owners = [update for update in updates for _ in range(tasks)]
+        others = [g for g, update in zip_longest(grads, owners) if g is not update]
+        arguments = [updates, others, *arguments[2:]]
     places = [x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if is_plain(x)]
     counts = Counter(places)
     return any(

@@ -89,6 +89,35 @@ def test_gramian_and_weighted_sum(
     assert (result - exact).abs().max() <= max(2 * (plain.double() - exact).abs().max(), rounding)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("tasks", [3, 9] if SMALL else [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_updates_over_gradients(
+    backend: str, dtype: torch.dtype, tasks: int, memory: str, missing: bool
+) -> None:
+    """An update has the same bits if it is written over one of its tensor's gradients."""
+    weights = torch.randn(1, tasks, dtype=torch.float64)
+    kept = _trunk(tasks, dtype, memory, missing)
+    calls: list[Callable[..., None]] = [
+        lambda out, grads: _ops.combine_(out, grads, weights, [0] * len(out), tasks),
+        lambda out, grads: _ops.combine_(out, grads, weights, [0] * len(out), tasks, 1 % tasks),
+        lambda out, grads: _ops.drop_signs_(out, grads, [0.25] * tasks, 3, 0, tasks),
+    ]
+    for call in calls:
+        for place in (0, -1):
+            grads = [None if g is None else laid_out(g.clone(), memory) for g in kept]
+            own = [[g for g in grads[t * tasks :][:tasks] if g is not None] for t in range(4)]
+            over = [
+                of[place] if of else torch.empty(SHAPES[t]).to(dtype) for t, of in enumerate(own)
+            ]
+            beside = [torch.empty_like(update) for update in over]
+            call(beside, kept)
+            call(over, grads)
+            assert_equal(over, beside)
+
+
 @pytest.mark.parametrize("shape", [None, ()])
 def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
     """A group's tensors share one Gramian and its weights; so do scalars."""

@@ -153,8 +153,8 @@ def test_moved_between_steps(backend: str, method: cs.Method) -> None:
 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(9)], ids=repr)
-def test_memory_beside_the_gradients_is_one_update(schedule: cs.Schedule) -> None:
-    """A method sees autograd's own gradients, and an update reuses the last one's buffers."""
+def test_there_is_no_memory_beside_the_gradients(schedule: cs.Schedule) -> None:
+    """A method sees autograd's own gradients, and the first task's become the update."""
     seen: list[int] = []
 
     class Seeing(cs.PCGrad):
@@ -167,13 +167,11 @@ def test_memory_beside_the_gradients_is_one_update(schedule: cs.Schedule) -> Non
     made: list[int] = []
     for p in model.trunk.parameters():
         p.register_post_accumulate_grad_hook(lambda p: made.append(p.grad.data_ptr()))
-    updates = []
     for _ in range(2):
         seen.clear(), made.clear()
         opt.step(loss)
         assert sorted(seen) == sorted(made)
-        updates.append([p.grad.data_ptr() for p in model.trunk.parameters()])
-    assert updates[0] == updates[1]
+        assert {p.grad.data_ptr() for p in model.trunk.parameters()} <= {*made}
 
 
 @pytest.mark.parametrize("detached", [False, True])

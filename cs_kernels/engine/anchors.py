@@ -76,6 +76,7 @@ class Anchors:
         if keeps is None:
             return
         present = [task for task in keeps.tasks if task in step.tasks]
+        ranks.gradients.kept = frozenset(present)
         self._fresh = {t: ranks.keep(t, ranks.gradients.row_of(t), keeps.device) for t in present}
         for task in keeps.tasks:
             # With its own gradient, a task needs one kept gradient fewer.

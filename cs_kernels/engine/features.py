@@ -66,8 +66,9 @@ class FeatureGradients(TaskGradients):
             if anywhere and not here:
                 self.put_one(task, i, torch.zeros_like(self.parameters[i], requires_grad=False))
 
-    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
+    def updates(self, parameters: Sequence[int], *, in_place: bool = False) -> list[Tensor]:
         """Allocates dense tensors for the updates of these features."""
+        del in_place
         for i in parameters:
             if self._updates[i] is None:
                 self._updates[i] = torch.empty_like(self.parameters[i], requires_grad=False)

@@ -59,7 +59,7 @@ class GradDrop(Method):
             return
         number, counter = step.draw
         torch.ops.cs_kernels.drop_signs_(
-            gradients.updates(parameters),
+            gradients.updates(parameters, in_place=True),
             gradients.of(parameters, step.tasks),
             leaks,
             self.seed,

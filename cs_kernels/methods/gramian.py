@@ -131,7 +131,7 @@ class GramianMethod(Method):
                 )
             step.surgery = Surgery(step.rows, step.layers, gramian, weights)
         torch.ops.cs_kernels.combine_(
-            gradients.updates(parameters),
+            gradients.updates(parameters, in_place=True),
             grads,
             weights if step.layers else weights.unsqueeze(0),
             gramian_of,

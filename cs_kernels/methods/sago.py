@@ -68,7 +68,7 @@ class SAGO(Method):
         if not parameters:
             gradients.clear()
             return
-        updates = gradients.updates(parameters)
+        updates = gradients.updates(parameters, in_place=True)
         protected = step.tasks.index(self.task) if self.task in step.tasks else None
         weights = torch.ones(1, len(step.tasks), dtype=torch.float64, device=updates[0].device)
         if protected is not None:

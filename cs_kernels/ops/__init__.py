@@ -8,7 +8,8 @@ In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i;
 counts as zero. Gamma and running variance of several layers are passed as one flat tensor each: the
 layers' [K, O] arrays, concatenated. Output channels lie along a weight's dimension
 `out_channel_dim`: 0, or 1 in transposed convolutions, whose `groups` are blocks of dimension 0.
-Updates must not alias gradients.
+Updates must not alias gradients, but those of `combine_` and `drop_signs_` may be gradients of the
+same tensors: an element of every gradient is read before that element of the update is written.
 """
 
 from collections.abc import Callable

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.ops.aliases import Grads
 from cs_kernels.ranks.agreement import compare
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.discoveries import Discoveries, SharedReach
@@ -189,7 +190,7 @@ class Distributed(Ranks):
         """Describes a weight's elements, in the order of `span`, as an array of output channels."""
 
     @abstractmethod
-    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+    def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
         """The buffers for this rank's shards of these parameters' updates."""
 
     @abstractmethod

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs_kernels.ops.aliases import Grads
 from cs_kernels.ranks.buckets import Buckets, Overlap
 from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.pieces import ChannelArray
@@ -320,8 +321,9 @@ class Replicated(Distributed):
         """The weight's elements in the order of its bucket."""
         return self._buckets.array(parameter, out_channel_dim, groups)
 
-    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+    def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
         """The parts of the buckets that belong to this rank."""
+        del over
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def publish_updates(self, parameters: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs_kernels.gradients import moved
+from cs_kernels.ops.aliases import Grads
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.pieces import ChannelArray
@@ -183,8 +184,9 @@ class Sharded(Distributed):
         """The whole rows that this rank holds, flat."""
         return local_shard(self.parameters[parameter].detach()).flatten()
 
-    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+    def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
         """The rows of the updates that this rank holds."""
+        del over
         return [local_shard(self._update_of(i)) for i in parameters]
 
     def _update_of(self, i: int) -> Tensor:

@@ -15,7 +15,7 @@ struct GradientTensor {
   DataType type;
   std::int64_t size;
   const void* const* gradients; // [tasks]; null for zeros
-  void* update;                 // aliases no gradient; null for a Gramian
+  void* update;                 // may be one of the gradients; null for a Gramian
   std::int64_t group;           // index of its Gramian or of its task weights
   std::int64_t first_index;     // index of the first element, for sign dropping
 };
