@@ -25,6 +25,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def owned(grad: Tensor) -> Tensor:
+    """The gradient, or a copy if it is a view, which would keep a larger tensor in memory."""
+    return grad if grad._base is None else grad.clone()
+
+
 def moved(tensor: Tensor, device: str | None) -> Tensor:
     """The tensor, or a copy in page-locked memory if it is to leave a GPU."""
     if device is None or tensor.device.type == device:
@@ -78,13 +83,17 @@ class Storage:
         """Moves the gradients of every task's own parameters from the rows to `.grad`."""
         for i, task in gradients.reach.owners().items():
             row = gradients.row_of(task)
-            if row[i] is not None:
-                self.parameters[i].grad, row[i] = row[i], None
+            grad = row[i]
+            if grad is not None:
+                self.parameters[i].grad, row[i] = owned(grad), None
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Assigns these parameters' written updates to their `.grad`, now or in `publish`."""
         for i in parameters:
-            self.parameters[i].grad = self._updates[i]
+            update = self._updates[i]
+            self.parameters[i].grad = None if update is None else owned(update)
+            if not self._reuses_updates:
+                self._updates[i] = None
 
     def publish(self) -> None:
         """Ends the update; all ranks call it together."""
@@ -112,7 +121,7 @@ class Storage:
 
         """
         del task
-        return [None if grad is None else moved(grad, device) for grad in row]
+        return [None if grad is None else moved(owned(grad), device) for grad in row]
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
         """A kept row as a row of a step, in the parameters' dtypes and without frozen ones."""
@@ -264,7 +273,7 @@ class TaskGradients:
                     " features=z) with an output z of trunk, which keeps it sparse"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
-            row[i] = grad if grad._base is None else grad.clone()
+            row[i] = owned(grad)
             parameter.grad = None
         return self.put(task, row, unreached)
 
@@ -349,19 +358,19 @@ class TaskGradients:
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def _overwritable(self, parameter: int) -> Tensor | None:
-        """The first gradient that nothing needs after the update, in memory of its own."""
+        """The first gradient that nothing needs after the update."""
         for task, row in zip(self.tasks, self.rows, strict=True):
             grad = row[parameter]
             if grad is None or task in self.kept:
                 continue
-            if grad._base is None and not grad.is_conj():  # `as_real` would copy a conjugate.
+            if not grad.is_conj():  # `as_real` would copy a conjugate.
                 return grad
         return None
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Assigns the updates of these parameters to their `.grad`, and drops the rows."""
-        self._storage.assign(parameters)
         self.clear()
+        self._storage.assign(parameters)
 
     def publish(self) -> None:
         """Assigns the updates to `.grad`, with the shards of other ranks."""

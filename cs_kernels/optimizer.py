@@ -264,6 +264,7 @@ class MultiTaskOptimizer(Copyable):
         *,
         update: bool = True,
         features: Tensor | Iterable[Tensor] | None = None,
+        batched: bool = False,
     ) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
 
@@ -271,7 +272,7 @@ class MultiTaskOptimizer(Copyable):
         tasks, and a backward pass per task, the last of which frees the graph. The trunk's `.grad`
         is then the update, and a head's is the gradient of its own loss; you step the torch
         optimizer (or the scaler). All gradients in the optimizer are set to None first. Besides the
-        graph, memory holds the K gradients of the shared parameters and one update.
+        graph, memory holds the K gradients of the shared parameters.
 
         In calls with `update=False` (micro-batches), the gradients of every task add up; the next
         call with `update=True` makes one update. In between, `optimizer.zero_grad()` drops these
@@ -296,6 +297,13 @@ class MultiTaskOptimizer(Copyable):
                 come after the features if only one loss reaches it. Each rank passes the features
                 of its own batch, the same number on all; a rank without losses may pass any
                 tensors.
+            batched: Whether to make the backward passes at once, by `torch.vmap`. This is faster
+                for transformers and MLPs with few samples, and slower for convolutions; gradients
+                of activations take K times the memory. The update differs only by rounding. Leaves
+                that the optimizer does not hold get no gradient. Hooks on parameters see all
+                tasks' gradients as one batch. The first passes of every task, those of a trunk with
+                `post_accumulate` hooks, and those with a function that has no batching rule are
+                made one by one.
 
         Returns:
             The losses, detached.
@@ -306,7 +314,8 @@ class MultiTaskOptimizer(Copyable):
                 task-specific normalization; the weighting computes losses again (`FAMO()`); or
                 `features` does not separate the losses from the trunk, or is not supported with the
                 method (`ConnectionStrength`; `GradDrop` on many ranks), `update=False` or
-                `backward=`.
+                `backward=`; or `batched` is not supported with many ranks, `backward=` or
+                `features`.
             TypeError: `losses` is not a mapping, or a loss or a feature is not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass per task; or the
                 last update was neither used by the optimizer nor dropped by `zero_grad()`; or the
@@ -316,7 +325,11 @@ class MultiTaskOptimizer(Copyable):
 
         """
         if features is None:
-            return steps.backward(self._engine, losses, update=update)
+            return steps.backward(self._engine, losses, update=update, batched=batched)
+        if batched:
+            raise ValueError(
+                f"batched must be False with features, whose trunk has one pass, got {batched!r}"
+            )
         return steps.backward_at_features(self._engine, losses, features, update=update)
 
     def capture(

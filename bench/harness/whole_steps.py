@@ -30,28 +30,73 @@ def _small() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten())
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "small": (_small, 8),
-    "resnet18": (partial(timm_model, "resnet18", num_classes=0), 512),
-    "resnet50": (partial(timm_model, "resnet50", num_classes=0), 2048),
+def _mlp() -> nn.Module:
+    layers = [module for _ in range(4) for module in (nn.Linear(512, 512), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+class _LSTM(nn.Module):
+    """The last output of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 256, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, length, 64] -> [B, 256]."""
+        output: Tensor = self.lstm(x)[0][:, -1]
+        return output
+
+
+class _Mixture(nn.Module):
+    """Two layers of 8 experts, weighted by a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(128, 8) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)) for _ in range(8)
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 128] -> [B, 128]."""
+        for gate, experts in zip(self.gates, self.experts, strict=True):
+            shares = gate(x).softmax(-1).unsqueeze(-1)
+            x = x + (torch.stack([expert(x) for expert in experts], 1) * shares).sum(1)  # type: ignore[union-attr]
+        return x
+
+
+PICTURES = 8, (3, 64, 64)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int, tuple[int, ...]]] = {
+    "small": (_small, 8, *PICTURES),
+    "resnet18": (partial(timm_model, "resnet18", num_classes=0), 512, *PICTURES),
+    "resnet50": (partial(timm_model, "resnet50", num_classes=0), 2048, *PICTURES),
     "vit": (
         partial(timm_model, "vit_tiny_patch16_224", num_classes=0, img_size=64, depth=6),
         192,
+        *PICTURES,
     ),
+    "mlp": (_mlp, 512, 64, (512,)),
+    "lstm": (_LSTM, 256, 16, (32, 64)),
+    "experts": (_Mixture, 128, 64, (128,)),
 }
-"""Trunks that end with pooled features, and the number of features; vit has 6 blocks."""
+"""Trunks, the numbers of features and of samples in a batch, and a sample's shape; vit has 6
+blocks."""
 
 
 def setting_of(network: str, tasks: int) -> Setting:
-    """8 pictures of 64 x 64; each head has 10 outputs."""
-    trunk, width = NETWORKS[network]
+    """A batch, and a linear head with 10 outputs per task."""
+    trunk, width, batch, shape = NETWORKS[network]
     return Setting(
         name=network,
         trunk=trunk,
         head=partial(nn.Linear, width),
         channels={str(task): 10 for task in range(tasks)},
-        batch=8,
-        shape=(3, 64, 64),
+        batch=batch,
+        shape=shape,
     )
 
 
@@ -62,7 +107,7 @@ class WholeStep(Training):
         network: A name in `NETWORKS`.
         tasks: The number of tasks.
         method: The method of our step.
-        batch: The number of pictures.
+        batch: The number of samples; None for the network's own.
         options: As in `Training`.
 
     """
@@ -72,10 +117,11 @@ class WholeStep(Training):
         network: str,
         tasks: int,
         method: cs.Method | None = None,
-        batch: int = 8,
+        batch: int | None = None,
         **options: Any,
     ) -> None:
-        setting = replace(setting_of(network, tasks), batch=batch)
+        setting = setting_of(network, tasks)
+        setting = replace(setting, batch=batch or setting.batch)
         super().__init__(setting, method or cs.Sum(), **{"convert": False, **options})
         self.shared, self.own = [*self.trunk.parameters()], [*self.heads.parameters()]
 

@@ -233,6 +233,27 @@ class Engine:
             self.pass_checks.collected(task, self.trunk.reach.last_unreached(task))
             self.trunk.check_reached(task, reached)
 
+    def collect_batched(self, tasks: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """Puts the gradients of several tasks into their rows.
+
+        Args:
+            tasks: The tasks.
+            grads: For each shared parameter, a [K, ...] tensor, or None.
+
+        """
+        with record_function("cs_kernels.collect"), torch.no_grad():
+            of_tasks = [[None] * len(tasks) if g is None else g.unbind() for g in grads]
+            for n, task in enumerate(tasks):
+                row = [of_parameter[n] for of_parameter in of_tasks]
+                for i in self.trunk.reach.last_unreached(task):
+                    grad = row[i]
+                    # Zeros, unless the task reaches this parameter for the first time.
+                    if grad is not None and not grad.any():
+                        row[i] = None
+                unreached = [i for i, grad in enumerate(row) if grad is None]
+                reached = self.ranks.gradients.put(task, row, unreached)
+                self.trunk.check_reached(task, reached)
+
     def surgery(self, passes: Passes) -> None:
         """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
         step = passes.step

@@ -1,6 +1,7 @@
 """From a task's loss to its gradients: the check of its graph, its weight, its backward pass."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
@@ -199,6 +200,60 @@ class LossGraph:
         as_made = step.kept is None and self.backward is None
         with self._pass_checks.watching(losses, as_made=as_made):
             self._backward(losses, step, ends, retain_graph, apart)
+
+    def run_batched(
+        self,
+        losses: Mapping[str, Tensor],
+        collect: Callable[[Sequence[str], Sequence[Tensor | None]], None],
+    ) -> bool:
+        """Runs the backward passes of several losses at once, by `torch.vmap`.
+
+        The first passes of a task are made one by one, because they are checked.
+
+        Args:
+            losses: By task.
+            collect: Called with the tasks, and for each shared parameter with a [K, ...] tensor of
+                their gradients, or None.
+
+        Returns:
+            Whether it has made them; if not, nothing has changed.
+
+        """
+        shared = self._trunk.shared
+        known = self._checked.issuperset(losses) and self._in_foreign_memory.isdisjoint(shared)
+        if not known or any(p._post_accumulate_grad_hooks for p in shared):
+            return False
+        trained = [i for i, p in enumerate(shared) if p.requires_grad]
+        scaled = [*map(self.scaled, losses.values())]
+        of_shared: list[Tensor | None] = [None] * len(shared)
+        with torch.enable_grad():
+            stacked = torch.stack(scaled)
+        try:
+            grads = torch.autograd.grad(
+                stacked,
+                [shared[i] for i in trained],
+                torch.eye(len(scaled), dtype=stacked.dtype, device=stacked.device),
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,
+            )
+        except RuntimeError as error:
+            warnings.warn(
+                "batched=True has no effect, because a function in the backward pass cannot run"
+                f" under torch.vmap: {error}",
+                stacklevel=5,
+            )
+            return False
+        for i, grad in zip(trained, grads, strict=True):
+            of_shared[i] = grad
+        del grads
+        in_trunk = set(shared)
+        own = [p for p in self._trunk.held() if p.requires_grad and p not in in_trunk]
+        if own:
+            stacked.sum().backward(inputs=own)  # type: ignore[no-untyped-call]
+            self._own_memory()
+        collect([*losses], of_shared)
+        return True
 
     def _backward(
         self,

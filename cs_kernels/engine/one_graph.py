@@ -53,7 +53,24 @@ def weighted_losses(
     return {task: weighted[task] for task in passes.tasks if task in losses}
 
 
-def passes_of_losses(engine: Engine, passes: Passes, losses: Mapping[str, Tensor]) -> None:
+def check_batched(engine: Engine, *, batched: bool) -> None:
+    """Raises ValueError if the backward passes of several losses cannot be made at once."""
+    if not batched:
+        return
+    if engine.ranks.is_distributed:
+        raise ValueError(
+            f"batched must be False on many ranks, got {batched!r} on {engine.ranks.size} ranks"
+        )
+    if engine.graph.backward is not None:
+        raise ValueError(
+            f"batched must be False with backward={engine.graph.backward!r}, which takes one loss,"
+            f" got {batched!r}"
+        )
+
+
+def passes_of_losses(
+    engine: Engine, passes: Passes, losses: Mapping[str, Tensor], *, batched: bool = False
+) -> None:
     """The backward passes of losses, of which the last one frees the graph.
 
     Other ranks may have losses of further tasks.
@@ -66,7 +83,10 @@ def passes_of_losses(engine: Engine, passes: Passes, losses: Mapping[str, Tensor
             graph.run_backward(weighted, step, last=True, apart=ranks.passes > 1)
     else:
         engine.pass_checks.check_repeatable(weighted)
-        for task in passes.tasks:
+        batched = (
+            batched and len(present) > 1 and graph.run_batched(weighted, engine.collect_batched)
+        )
+        for task in () if batched else passes.tasks:
             if task not in weighted:
                 ranks.skip(task)
                 continue

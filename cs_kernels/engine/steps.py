@@ -22,6 +22,7 @@ from cs_kernels.engine.at_features import (
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.one_graph import (
     begin_update,
+    check_batched,
     checked_call,
     passes_needed,
     passes_of_losses,
@@ -102,31 +103,35 @@ def _after(passes: Passes, tasks: Sequence[str]) -> AbstractContextManager[None]
     return noted(f"in Phase 1, the updates of {made} have been made" if made else "")
 
 
-def backward(engine: Engine, losses: object, *, update: bool) -> dict[str, Tensor]:
+def backward(engine: Engine, losses: object, *, update: bool, batched: bool) -> dict[str, Tensor]:
     """A backward pass per task through one graph; the caller's torch optimizer makes the step.
 
     Args:
         engine: Makes the update.
         losses: The loss of each task that this rank has labels for.
         update: Whether to make the update; otherwise the gradients wait for a later call.
+        batched: Whether to make the backward passes at once.
 
     """
     with engine.together(), engine.accumulation.dropped_on_error(engine.transaction.drop):
         given = checked_call(engine, losses)
         chosen = engine.check(supports.BACKWARD, given)
+        check_batched(engine, batched=batched)
         stage = begin_update(engine, update=update)
         tasks = engine.begin(chosen, 2, stage, passes=passes_needed(engine, given))
         with engine.undone_on_error("cs_kernels.backward"):
             step = engine.accumulation.step or engine.new_step(tasks, 2, more=not update)
             passes = Passes(step, tasks, stage, separate=engine.separates(step))
-            return _made(engine, passes, given)
+            return _made(engine, passes, given, batched=batched)
 
 
-def _made(engine: Engine, passes: Passes, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+def _made(
+    engine: Engine, passes: Passes, losses: dict[str, Tensor], *, batched: bool = False
+) -> dict[str, Tensor]:
     """Runs the losses' backward passes, and makes the update unless a later call does."""
     step = passes.step
     with engine.passing(passes) as parameters:
-        passes_of_losses(engine, passes, losses)
+        passes_of_losses(engine, passes, losses, batched=batched)
         engine.average(passes, parameters)
         if passes.stage.is_open:
             found = engine.ranks.returned(step.recent.losses, passes.tasks)

@@ -137,6 +137,7 @@ class GramianMethod(Method):
             gramian_of,
             tasks,
         )
+        del grads  # Batched passes leave views, whose memory `assign` frees one by one.
         gradients.assign(parameters)
 
     def _repr(self, **options: object) -> str:
