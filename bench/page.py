@@ -38,6 +38,14 @@ TABLES = {
         x, 4 tasks={K4[over_plain]:.2f} | x, 8 tasks={K8[over_plain]:.2f}
         MB, 2 tasks={K2[peak_bytes]:.0f} | MB, 4 tasks={K4[peak_bytes]:.0f}
         MB, 8 tasks={K8[peak_bytes]:.0f} | MB between={K8[between_peak_bytes]:.0f}""",
+    "peers": """network={network} | K={tasks} | ours, ms={ours[milliseconds]:.1f}
+        x TorchJD={ours[over_fastest]:.2f}
+        quartiles={ours[quartiles][low]:.2f} to {ours[quartiles][high]:.2f}
+        x TorchJD, batched={batched[over_fastest]:.2f}
+        quartiles, batched={batched[quartiles][low]:.2f} to {batched[quartiles][high]:.2f}
+        MB={ours[peak_bytes]:.0f} → {batched[peak_bytes]:.0f} | TorchJD's MB={peak_bytes:.0f}
+        page faults={ours[faults]:.0f} → {batched[faults]:.0f} | TorchJD's={faults:.0f}
+        TorchJD's fastest={step}""",
     "limits": """network={network} | step={step} | K={tasks} | ms={milliseconds:.0f}
         x plain={over_plain:.2f} | limit={limit:.2f} | x plain / limit={over_limit:.2f}
         MB={peak_bytes:.0f}""",
@@ -76,6 +84,7 @@ MARKS = {
 WAYS = {
     "UPGrad, exact": ("cs_kernels", "o-", "cs_kernels, exact"),
     "UPGrad, update_every=10": ("cs_kernels", "s-", "cs_kernels, update_every=10"),
+    "UPGrad, batched": ("cs_kernels", "D-", "cs_kernels, batched"),
     "UPGrad, features=z": ("cs_kernels", "^-", "cs_kernels, features=z"),
     "TorchJD backward": ("TorchJD", "o-", "TorchJD backward"),
     "TorchJD backward, a loss at a time": ("TorchJD", "s-", "TorchJD, a loss at a time"),
@@ -175,6 +184,9 @@ def contents(name: str) -> list[str]:
             row = of_ways.setdefault((c["network"], c["step"]), dict(c))
             row[f"K{c['tasks']}"] = c
         cases = [*of_ways.values()]
+    if name == "peers":  # Each peer follows our two steps.
+        triples = zip(cases[::3], cases[1::3], cases[2::3], strict=True)
+        cases = [{**peer, "ours": ours, "batched": batched} for ours, batched, peer in triples]
     if name in ("limits", "balancer"):
         cases = [c for c in cases if not c["step"].endswith("plain")]
     if name == "ranks":

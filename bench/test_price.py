@@ -20,6 +20,7 @@ from harness.whole_steps import (
     OneMatrix,
     Ours,
     OursAtFeatures,
+    OursBatched,
     OursPerTask,
     Textbook,
     TorchJD,
@@ -77,6 +78,9 @@ def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
     for name in EXACT:
         rows[f"{name}, exact"] = row = Ours(network, tasks, METHODS[name]())
         _check(row, updates[name])
+    rows["UPGrad, batched"] = row = OursBatched(network, tasks, cs.UPGrad())
+    _check(row, updates["UPGrad"])  # The first passes of a task are made one by one.
+    _check(row, updates["UPGrad"])
     for name in KEEPING:
         method = _keeping(name)
         if method is not None:

@@ -378,3 +378,20 @@ def test_products_at_the_ends_of_their_range(
     wide = rows.double() / scale
     products = cs.functional.gramian(rows) / scale / scale
     torch.testing.assert_close(products, wide @ wide.T, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nearly_parallel_gradients(backend: str, dtype: torch.dtype) -> None:
+    """The loss of digits that docs/limits.md states, relative to the update's length."""
+    common = torch.randn(20_000)
+    rows = [((1 + k) * (common + 0.003 * torch.randn(20_000))).to(dtype) for k in range(4)]
+    gramian = _ops.gramian(rows, [0], 1, 4)[0]
+    exact = torch.stack(rows).double()
+    step = cs.Step(tasks=tuple("abcd"))
+    loose = {"AlignedMTL": 1e-3, "IMTLG": 1e-4, "ConFIG": 1e-6} if dtype is torch.bfloat16 else {}
+    for name in ("AlignedMTL", "IMTLG", "ConFIG", "PCGrad", "CAGrad", "UPGrad", "MGDA", "FairGrad"):
+        method: cs.GramianMethod = getattr(cs, name)()
+        found = method.weights(gramian, step) @ exact
+        with cs.use_backend("reference"):
+            expected = method.weights(exact @ exact.T, step) @ exact
+        assert (found - expected).norm() <= loose.get(name, 1e-7) * expected.norm(), name

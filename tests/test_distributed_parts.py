@@ -183,6 +183,8 @@ def test_arguments(group: dist.ProcessGroup) -> None:
         opt.capture(lambda task: trunk(torch.ones(2, 3)).sum())
     with pytest.raises(ValueError, match="tasks must name at least one task"):
         opt.step(lambda task: trunk(torch.ones(2, 3)).sum(), tasks=[])
+    with pytest.raises(ValueError, match="batched must be False on many ranks, got True on"):
+        opt.backward({task: trunk(torch.ones(2, 3)).sum() for task in "ab"}, batched=True)
 
 
 def test_fsdp1_is_refused(group: dist.ProcessGroup) -> None:

@@ -191,6 +191,14 @@ class Ours(WholeStep):
         self.opt.backward(losses)
 
 
+class OursBatched(WholeStep):
+    """`backward(losses, batched=True)`: K passes at once."""
+
+    def backward(self, z: Tensor, losses: Losses) -> None:
+        del z
+        self.opt.backward(losses, batched=True)
+
+
 class OursAtFeatures(WholeStep):
     """`backward(losses, features=z)`: K passes through the heads, one through the trunk."""
 
