@@ -190,7 +190,7 @@ def test_what_cannot_be_batched(how: str) -> None:
     for seed in range(3):
         pair[0].backward(pair[0].losses(seed))
         count = len(seen)
-        if how == "function" and seed:
+        if how == "function" and seed == 1:  # It is not tried again in the next steps.
             with pytest.warns(UserWarning, match="batched=True has no effect.*vmap"):
                 pair[1].backward(pair[1].losses(seed))
         else:

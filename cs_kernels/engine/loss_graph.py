@@ -65,6 +65,8 @@ class LossGraph:
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
         """Whether to look for such gradients after a pass, which is slow."""
+        self._refuses_batches = False
+        """Whether a batched pass has failed since the graphs were checked."""
         self.version = 0
         """Increases whenever graphs must be checked again."""
 
@@ -76,6 +78,7 @@ class LossGraph:
     def forget(self) -> None:
         """Checks the graph of every task's next loss again."""
         self._checked.clear()
+        self._refuses_batches = False
         self.version += 1
 
     def known_scale(self) -> Tensor | None:
@@ -221,7 +224,7 @@ class LossGraph:
         """
         shared = self._trunk.shared
         known = self._checked.issuperset(losses) and self._in_foreign_memory.isdisjoint(shared)
-        if not known or any(p._post_accumulate_grad_hooks for p in shared):
+        if not known or self._refuses_batches or any(p._post_accumulate_grad_hooks for p in shared):
             return False
         trained = [i for i, p in enumerate(shared) if p.requires_grad]
         scaled = [*map(self.scaled, losses.values())]
@@ -241,8 +244,9 @@ class LossGraph:
             warnings.warn(
                 "batched=True has no effect, because a function in the backward pass cannot run"
                 f" under torch.vmap: {error}",
-                stacklevel=5,
+                stacklevel=6,
             )
+            self._refuses_batches = True
             return False
         for i, grad in zip(trained, grads, strict=True):
             of_shared[i] = grad
