@@ -202,7 +202,8 @@ class MultiTaskOptimizer(Copyable):
                 `0 * output.sum()`.
 
         Returns:
-            The loss of each task, detached and unweighted; the mean over the ranks that name it.
+            The loss of each task that had a pass (`due_tasks`), detached and unweighted; the mean
+            over the ranks that name it.
 
         Raises:
             ValueError: `tasks` is invalid; or a loss is not a scalar, has no graph, or depends on a

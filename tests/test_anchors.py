@@ -3,6 +3,7 @@
 import copy
 import io
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,9 +27,10 @@ STEPS = 30
 class Loop:
     """A trunk, a head per task, and a batch per step."""
 
-    def __init__(self, method: cs.Method, **options: Any) -> None:
+    def __init__(self, method: cs.Method, trunk: nn.Module | None = None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.trunk = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+        layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+        self.trunk = layers if trunk is None else trunk
         self.heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in TASKS}).double()
         self.x = torch.randn(STEPS, 4, 5, dtype=torch.float64)
         self.parameters = [*self.trunk.parameters(), *self.heads.parameters()]
@@ -180,9 +182,14 @@ def test_a_state_without_or_with_wrong_gradients() -> None:
     wrong = copy.deepcopy(state)
     wrong["anchors"]["gradients"]["old/0"]["0.bias"] = torch.zeros(3)
     with pytest.raises(
-        ValueError, match=r"a gradient of 'old' for '0.bias', of the .* shape \(7,\)"
+        ValueError, match=r"kept gradient of 'old' for '0.bias' of shape \(7,\), got \(3,\)"
     ):
         loop.opt.load_state_dict(wrong)
+    other = Loop(
+        cs.Protect("old", refresh_every=4), nn.Sequential(nn.Flatten(), nn.Linear(5, 6)).double()
+    )
+    with pytest.raises(ValueError, match=r"kept gradient of 'old' for '0.weight', which is not"):
+        other.opt.load_state_dict(state)
     assert loop.opt.due_tasks == ("new", "newer")
     del state["anchors"]
     with pytest.raises(ValueError, match=r"state must have .*'anchors'"):
@@ -280,6 +287,18 @@ def test_only_protected_tasks_have_labels() -> None:
     for step in range(2):
         loop.opt.step(partial(loop.loss, step), tasks=["old"])
     assert [task for _, task in loop.calls] == ["old", "old"]
+
+
+@pytest.mark.loop
+def test_an_unconstrained_update_warns() -> None:
+    loop = Loop(cs.Protect("old", refresh_every=3))
+    with pytest.warns(UserWarning, match="'old' as long as no gradient of it is kept"):
+        loop.opt.backward({"new": loop.loss(0, "new")})
+    loop.sgd.step()
+    loop.backward(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.opt.backward({"new": loop.loss(2, "new")})
 
 
 @pytest.mark.loop

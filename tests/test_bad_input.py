@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def _on_trunk(**options: Any) -> cs.MultiTaskOptimizer:
         (lambda x: x.detach(), ValueError, "closure must return a loss with a graph"),
         (lambda x: x.item(), TypeError, "closure must return a tensor, got float"),
         (lambda x: None, TypeError, "closure must return a tensor, got NoneType"),
+        (lambda x: SimpleNamespace(loss=x), TypeError, "got SimpleNamespace for '{}': take its .l"),
         (lambda x: 1 / 0, ZeroDivisionError, "division by zero"),
     ],
 )

@@ -1,5 +1,6 @@
 """Anchors: gradients of protected tasks that constrain the updates of later steps."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,13 @@ class Anchors:
             return
         present = [task for task in keeps.tasks if task in step.tasks]
         ranks.gradients.kept = frozenset(present)
+        free = [t for t in keeps.tasks if t not in present and not self._kept.get(t)]
+        if free:
+            warnings.warn(
+                f"losses should have {free[0]!r} as long as no gradient of it is kept: this update"
+                " is not constrained by it; due_tasks has the tasks whose losses a step needs",
+                stacklevel=2,
+            )
         self._fresh = {t: ranks.keep(t, ranks.gradients.row_of(t), keeps.device) for t in present}
         for task in keeps.tasks:
             # With its own gradient, a task needs one kept gradient fewer.
@@ -139,10 +147,16 @@ class Anchors:
             checked_integer("number", of["number"], -1, 1 << 63)
             tensors = state["gradients"].get(f"{task}/{n}", {})
             for name in of["reached"]:
-                if name not in tensors or tensors[name].shape != shapes.get(name):
+                if name not in shapes:
                     raise ValueError(
-                        f"state must have a gradient of {task!r} for {name!r}, of the parameter's"
-                        f" shape {tuple(shapes.get(name, ()))}"
+                        "state must be of this trunk, got a kept gradient of"
+                        f" {task!r} for {name!r}, which is not one of its shared parameters"
+                    )
+                shape = tuple(tensors[name].shape) if name in tensors else None
+                if shape != tuple(shapes[name]):
+                    raise ValueError(
+                        f"state must have a kept gradient of {task!r} for {name!r} of shape"
+                        f" {tuple(shapes[name])}, got {shape}"
                     )
 
     def load_state_dict(self, state: Mapping[str, Any], keeps: Keeping) -> None:

@@ -391,7 +391,8 @@ def checked_loss(
 
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}")
+        inner = ": take its .loss" if isinstance(getattr(loss, "loss", None), Tensor) else ""
+        raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}{inner}")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(
             f"{source} a real scalar, got a {loss.dtype} tensor of shape {tuple(loss.shape)} for"

@@ -74,6 +74,17 @@ _ONE_PROCESS = {
 
 TABLE = (
     Feature(
+        "kept gradients (`Protect` with `refresh_every` or `rank`)",
+        lambda loop: None if loop.method.keeps is None else loop.method,
+        {
+            FEATURES: _KEPT.format(where="backward with features, which differ from step to step"),
+            TOGETHER: _KEPT.format(
+                where="step_together, which never has all gradients of the tasks"
+            ),
+            CAPTURED: _KEPT.format(where="a captured step, which makes the same passes every time"),
+        },
+    ),
+    Feature(
         "a method that needs the gradients of all layers at once",
         _needs_all_gradients,
         {
@@ -130,17 +141,6 @@ TABLE = (
         {
             CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r}:"
             " steps that solve differ from those between, so use step"
-        },
-    ),
-    Feature(
-        "kept gradients (`Protect` with `refresh_every` or `rank`)",
-        lambda loop: None if loop.method.keeps is None else loop.method,
-        {
-            FEATURES: _KEPT.format(where="backward with features, which differ from step to step"),
-            TOGETHER: _KEPT.format(
-                where="step_together, which never has all gradients of the tasks"
-            ),
-            CAPTURED: _KEPT.format(where="a captured step, which makes the same passes every time"),
         },
     ),
     Feature(
