@@ -84,7 +84,6 @@ MARKS = {
 WAYS = {
     "UPGrad, exact": ("cs_kernels", "o-", "cs_kernels, exact"),
     "UPGrad, update_every=10": ("cs_kernels", "s-", "cs_kernels, update_every=10"),
-    "UPGrad, batched": ("cs_kernels", "D-", "cs_kernels, batched"),
     "UPGrad, features=z": ("cs_kernels", "^-", "cs_kernels, features=z"),
     "TorchJD backward": ("TorchJD", "o-", "TorchJD backward"),
     "TorchJD backward, a loss at a time": ("TorchJD", "s-", "TorchJD, a loss at a time"),
@@ -93,7 +92,7 @@ WAYS = {
     "LibMTL's way, PCGrad": ("LibMTL", "o-", "LibMTL's way"),
     "textbook PCGrad": ("textbook", "o-", "textbook PCGrad"),
 }
-"""By step of `price`: the library, the marker and the title in the picture."""
+"""By step of `price`: the library, the marker and the title in the picture of ResNet-18."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
