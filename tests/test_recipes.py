@@ -253,6 +253,25 @@ def test_protect_transformers(float64, accelerate, tmp_path):
     assert_equal_as_stated(module, trainer.model, network.state_dict())
 
 
+def test_protect_transformers_averages_over_tokens(accelerate, tmp_path):
+    """Its loss is the Trainer's, also if samples have different numbers of labels."""
+    module = recipe("protect_transformers")
+    options = {"use_cpu": True, "learning_rate": 0.0, "logging_steps": 1, "max_steps": 1}
+    model = module.train(str(tmp_path), **options).model
+    arguments = module.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
+    )
+    labeled = [(x, torch.arange(16) < 3 + n % 13) for n, x in enumerate(module.texts(8, -1))]
+    samples = [{"input_ids": x, "labels": x.where(has, -100)} for x, has in labeled]
+    losses = []
+    for kind in (module.Trainer, module.ProtectingTrainer):
+        trainer = kind(model, arguments, train_dataset=samples)
+        trainer.old = module.texts(20, 1).view(5, 4, 16)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_protect_transformers_resumed(accelerate, tmp_path):
     """Training stops between two updates that compute the old text's gradient."""
     module = recipe("protect_transformers")
