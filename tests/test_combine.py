@@ -388,8 +388,10 @@ def test_nearly_parallel_gradients(backend: str, dtype: torch.dtype) -> None:
     gramian = _ops.gramian(rows, [0], 1, 4)[0]
     exact = torch.stack(rows).double()
     step = cs.Step(tasks=tuple("abcd"))
-    loose = {"AlignedMTL": 1e-3, "IMTLG": 1e-4, "ConFIG": 1e-6} if dtype is torch.bfloat16 else {}
-    for name in ("AlignedMTL", "IMTLG", "ConFIG", "PCGrad", "CAGrad", "UPGrad", "MGDA", "FairGrad"):
+    rounded = dtype is torch.bfloat16 or backend in ("cuda", "triton")  # A block's products.
+    loose = {"AlignedMTL": 1e-3, "IMTLG": 1e-4, "ConFIG": 1e-6} if rounded else {}
+    others = "PCGrad", "CAGrad", "UPGrad", "MGDA", "NashMTL", "FairGrad"
+    for name in ("AlignedMTL", "IMTLG", "ConFIG", *others):
         method: cs.GramianMethod = getattr(cs, name)()
         found = method.weights(gramian, step) @ exact
         with cs.use_backend("reference"):
