@@ -303,8 +303,8 @@ class MultiTaskOptimizer(Copyable):
                 of activations take K times the memory. The update differs only by rounding. Leaves
                 that the optimizer does not hold get no gradient. Hooks on parameters see all
                 tasks' gradients as one batch. The first passes of every task, those of a trunk with
-                `post_accumulate` hooks, and those with a function that has no batching rule are
-                made one by one.
+                `post_accumulate` hooks, and those through a `torch.autograd.Function` or a function
+                that cannot be batched are made one by one.
 
         Returns:
             The losses, detached.

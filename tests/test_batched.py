@@ -1,15 +1,17 @@
 """`backward(losses, batched=True)` makes the update of the passes one by one."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from networks import GRAMIAN_METHODS, refused, sgd_of, with_gradient
+from networks import GRAMIAN_METHODS, Composed, refused, sgd_of, with_gradient
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
 
@@ -174,29 +176,60 @@ def test_gradients_have_memory_of_their_own() -> None:
     assert all(g.untyped_storage().nbytes() == g.numel() * g.element_size() for g in grads)
 
 
-@pytest.mark.parametrize("how", ["function", "hook"])
+def _dropped(self: Composed, x: Tensor) -> Tensor:
+    return functional.dropout(self.inner(x), 0.5)
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {
+    "function": lambda self, x: with_gradient(torch.clone, lambda grad: 1.0 * grad)(self.inner(x)),
+    "checkpoint": lambda self, x: checkpoint(_dropped, self, x, use_reentrant=False),
+    "reentrant": lambda self, x: checkpoint(_dropped, self, x, use_reentrant=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
+@pytest.mark.parametrize("how", ["function", "checkpoint", "reentrant", "hook"])
 def test_what_cannot_be_batched(how: str) -> None:
-    """Passes are made one by one, with a warning if a function fails in a batched pass."""
+    """Passes are made one by one, with a warning unless there is a hook."""
     pair = [Training(batched, cs.PCGrad()) for batched in (False, True)]
     seen: list[int] = []
     for run in pair:
-        stem = run.trunk.stem[0]
         if how == "hook":
-            stem.weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
+            run.trunk.both.weight.register_post_accumulate_grad_hook(lambda _: seen.append(1))
         else:
-            read = with_gradient(torch.clone, lambda grad: grad * float(grad.sum() != 0.0))
-            run.trunk.stem.append(nn.Module())
-            run.trunk.stem[-1].forward = read
+            run.trunk.both = Composed(RUNS[how], inner=run.trunk.both)
     for seed in range(3):
-        pair[0].backward(pair[0].losses(seed))
-        count = len(seen)
-        if how == "function" and seed == 1:  # It is not tried again in the next steps.
-            with pytest.warns(UserWarning, match="batched=True has no effect.*vmap"):
-                pair[1].backward(pair[1].losses(seed))
-        else:
-            pair[1].backward(pair[1].losses(seed))
+        for run in pair:
+            torch.manual_seed(seed)
+            losses = run.losses(seed)
+            before = len(seen)
+            if run.batched and how != "hook" and seed == 1:  # It is not tried again.
+                with pytest.warns(UserWarning, match="batched=True has no effect, because a"):
+                    run.backward(losses)
+            else:
+                run.backward(losses)
+            assert len(seen) - before == (2 if how == "hook" else 0)
         assert_alike(*pair)
-        assert len(seen) - count == (3 if how == "hook" else 0)
+        for run in pair:
+            run.sgd.step()
+
+
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
+def test_a_graph_that_begins_to_hide_parameters() -> None:
+    """Gradients that a batched pass does not see are made one by one."""
+
+    def changing(self: Composed, x: Tensor) -> Tensor:
+        return RUNS["reentrant"](self, x) if self.number else _dropped(self, x)
+
+    pair = [Training(batched, cs.UPGrad()) for batched in (False, True)]
+    for run in pair:
+        run.trunk.both = Composed(changing, inner=run.trunk.both)
+    for seed in range(4):
+        for run in pair:
+            torch.manual_seed(seed)
+            run.trunk.both.number = int(seed >= 2)
+            run.backward(run.losses(seed))
+        assert_alike(*pair)
         for run in pair:
             run.sgd.step()
 

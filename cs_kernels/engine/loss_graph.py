@@ -65,6 +65,8 @@ class LossGraph:
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
         """Whether to look for such gradients after a pass, which is slow."""
+        self._hides_leaves = False
+        """Whether a function in a checked graph may make gradients of leaves that it hides."""
         self._refuses_batches = False
         """Whether a batched pass has failed since the graphs were checked."""
         self.version = 0
@@ -78,7 +80,7 @@ class LossGraph:
     def forget(self) -> None:
         """Checks the graph of every task's next loss again."""
         self._checked.clear()
-        self._refuses_batches = False
+        self._hides_leaves = self._refuses_batches = False
         self.version += 1
 
     def known_scale(self) -> Tensor | None:
@@ -107,6 +109,7 @@ class LossGraph:
             parameters = reached_parameters(loss)
             reached = self.checked_held(task, parameters.found)
             if parameters.hidden:
+                self._hides_leaves = True
                 return
             if self._of_trunk.isdisjoint(reached):
                 if parameters.hooked:
@@ -226,6 +229,9 @@ class LossGraph:
         known = self._checked.issuperset(losses) and self._in_foreign_memory.isdisjoint(shared)
         if not known or self._refuses_batches or any(p._post_accumulate_grad_hooks for p in shared):
             return False
+        if self._hides_leaves:
+            self._refuse_batches("a function in the graph may hide parameters")
+            return False
         trained = [i for i, p in enumerate(shared) if p.requires_grad]
         scaled = [*map(self.scaled, losses.values())]
         of_shared: list[Tensor | None] = [None] * len(shared)
@@ -241,16 +247,14 @@ class LossGraph:
                 allow_unused=True,
             )
         except RuntimeError as error:
-            warnings.warn(
-                "batched=True has no effect, because a function in the backward pass cannot run"
-                f" under torch.vmap: {error}",
-                stacklevel=6,
-            )
-            self._refuses_batches = True
+            self._refuse_batches(f"a backward pass cannot run under torch.vmap: {error}")
             return False
         for i, grad in zip(trained, grads, strict=True):
             of_shared[i] = grad
         del grads
+        missing = {i for i in trained if of_shared[i] is None}
+        if any(missing.difference(self._trunk.reach.last_unreached(task)) for task in losses):
+            return False  # The graph has changed, and may hide parameters.
         in_trunk = set(shared)
         own = [p for p in self._trunk.held() if p.requires_grad and p not in in_trunk]
         if own:
@@ -258,6 +262,10 @@ class LossGraph:
             self._own_memory()
         collect([*losses], of_shared)
         return True
+
+    def _refuse_batches(self, reason: str) -> None:
+        warnings.warn(f"batched=True has no effect, because {reason}", stacklevel=7)
+        self._refuses_batches = True
 
     def _backward(
         self,
