@@ -39,7 +39,10 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
         problem.check_combine(make)
         method = make()
         copy = copy_of(problem.combine_bytes(name))
-        runs = {"copy": timed(copy), "step": timed(lambda: problem.combine(method))}
+        runs = {
+            "copy": timed(copy),
+            "step": timed(lambda: problem.combine(method), before=problem.refill),
+        }
         times = in_turns(runs, 2 if quick else 31, 5)
         del copy, runs
         milliseconds = {

@@ -97,7 +97,7 @@ class Row(Training):
         def compared(gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
             parameters = dict(zip(gradients.names, gradients.parameters, strict=True))
             same = cs.TaskGradients(parameters, gradients.tasks)
-            same.rows = [list(row) for row in gradients.rows]
+            same.rows = [[g if g is None else g.clone() for g in row] for row in gradients.rows]
             expected = []
             if not isinstance(method, _Peer):
                 state = method.state_dict()
