@@ -227,7 +227,10 @@ class LossGraph:
         """
         shared = self._trunk.shared
         known = self._checked.issuperset(losses) and self._in_foreign_memory.isdisjoint(shared)
-        if not known or self._refuses_batches or any(p._post_accumulate_grad_hooks for p in shared):
+        held = self._trunk.held()
+        # Hooks run once per task, and need not be able to read a batched gradient.
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in held)
+        if not known or self._refuses_batches or hooked:
             return False
         if self._hides_leaves:
             self._refuse_batches("a function in the graph may hide parameters")
@@ -256,7 +259,7 @@ class LossGraph:
         if any(missing.difference(self._trunk.reach.last_unreached(task)) for task in losses):
             return False  # The graph has changed, and may hide parameters.
         in_trunk = set(shared)
-        own = [p for p in self._trunk.held() if p.requires_grad and p not in in_trunk]
+        own = [p for p in held if p.requires_grad and p not in in_trunk]
         if own:
             stacked.sum().backward(inputs=own)  # type: ignore[no-untyped-call]
             self._own_memory()
