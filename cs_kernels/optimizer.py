@@ -300,11 +300,11 @@ class MultiTaskOptimizer(Copyable):
                 tensors.
             batched: Whether to make the backward passes at once, by `torch.vmap`. This is faster
                 for transformers and MLPs with few samples, and slower for convolutions; gradients
-                of activations take K times the memory. The update differs only by rounding. Leaves
-                that the optimizer does not hold get no gradient. Hooks on activations see all
-                tasks' gradients as one batch. The first passes of every task, those to parameters
-                with hooks, and those through a `torch.autograd.Function` or a function
-                that cannot be batched are made one by one.
+                of activations take K times the memory. The update differs only by rounding, unless
+                hooks on activations change gradients, which they see as one batch of all tasks.
+                Leaves that the optimizer does not hold get no gradient. The first passes of every
+                task, those to parameters with hooks, and those through a `torch.autograd.Function`
+                or a function that cannot be batched are made one by one.
 
         Returns:
             The losses, detached.

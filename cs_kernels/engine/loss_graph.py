@@ -227,10 +227,11 @@ class LossGraph:
         """
         shared = self._trunk.shared
         known = self._checked.issuperset(losses) and self._in_foreign_memory.isdisjoint(shared)
+        if not known or self._refuses_batches:
+            return False
         held = self._trunk.held()
         # Hooks run once per task, and need not be able to read a batched gradient.
-        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in held)
-        if not known or self._refuses_batches or hooked:
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in held):
             return False
         if self._hides_leaves:
             self._refuse_batches("a function in the graph may hide parameters")
