@@ -81,7 +81,7 @@ void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* e
 
 template <class Type, int kCount>
 void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, bool stream,
-                           void* out, double* dots, const void* const* next) {
+                           void* out, double* dots, NextRow next) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
@@ -95,10 +95,13 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
   const auto prefetch_line = [&](std::int64_t i) CS_LAMBDA_INLINE {
     const std::int64_t to = i + elements_in<Element>(kAhead);
     const auto line = [&](int j) CS_LAMBDA_INLINE {
-      return to < n ? g[j] + to : static_cast<const Element*>(next[j]) + (to - n);
+      return to < n ? g[j] + to : static_cast<const Element*>(next.gradients[j]) + (to - n);
     };
     prefetch(line(reference));
-    unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { prefetch_once(line(j)); });
+    if (next.once)
+      unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { prefetch_once(line(j)); });
+    else
+      unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { prefetch(line(j)); });
   };
 
   Doubles totals[kCount] = {};
@@ -117,7 +120,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
       return sum;
     };
     const auto load = [&](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); };
-    if (next == nullptr)
+    if (next.gradients == nullptr)
       for (; i + kLanes <= stop; i += kLanes)
         Type::store(update + i, add(load));
     for (; i + kLanes <= stop; i += kLanes) {
@@ -182,9 +185,8 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
 
 template <class Type>
 void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n,
-                  bool stream, void* out, double* dots, const void* const* next) {
-  using Unrolled =
-      void (*)(const void* const*, int, std::int64_t, bool, void*, double*, const void* const*);
+                  bool stream, void* out, double* dots, NextRow next) {
+  using Unrolled = void (*)(const void* const*, int, std::int64_t, bool, void*, double*, NextRow);
   static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
       sum_and_dots_unrolled<Type, 1>, sum_and_dots_unrolled<Type, 2>,
       sum_and_dots_unrolled<Type, 3>, sum_and_dots_unrolled<Type, 4>,

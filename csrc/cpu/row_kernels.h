@@ -11,17 +11,23 @@ namespace cs_kernels::cpu {
 
 constexpr int kSignedRuns = 4;
 
+// The gradients of the row that is summed next, to prefetch them; null prefetches nothing. With
+// `once`, only the reference stays in the caches.
+struct NextRow {
+  const void* const* gradients = nullptr;
+  bool once = false;
+};
+
 struct RowKernels {
   // energies[row] += the sum of squares of a row of n elements; the rows are adjacent.
   // Reads rows * n.
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. `next` has the next row's
-  // gradients, which are prefetched so that only the reference stays in the caches; null prefetches
-  // nothing. Streams only if `out` is aligned to cache lines.
+  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. Streams only if `out` is
+  // aligned to cache lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
-                       bool stream, void* out, double* dots, const void* const* next);
+                       bool stream, void* out, double* dots, NextRow next);
 
   // out = sum_j weights[j] * gradients[j], or gradients[guide] where this has another sign, as in
   // cpu::combine; no guide if negative. Reads count * n, writes n.
