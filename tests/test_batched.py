@@ -45,7 +45,7 @@ class Training:
         self.batched = batched
         self.trunk = Branched().double()
         self.heads = nn.ModuleDict({task: nn.Linear(6, 2) for task in ABC}).double()
-        self.sgd = sgd_of(self.trunk, self.heads)
+        self.sgd = sgd_of(self.trunk, self.heads, lr=0.01)
         if "weighting" in options:
             self.sgd.add_param_group({"params": options["weighting"].parameters()})
         self.opt = cs.MultiTaskOptimizer(self.trunk, self.sgd, ABC, *arguments, **options)

@@ -201,9 +201,9 @@ def test_a_method_replaces_another_between_steps_alone() -> None:
     opt.backward(losses())
     opt.optimizer.step()
     opt.method = cs.Protect("b", update_every=9)
-    rows = gradient_rows([*trunk.parameters()], losses().values())
+    rows = gradient_rows([*trunk.parameters()], losses().values()).double()
     opt.backward(losses())
-    expected = rows[1] + _projected(rows[0], rows[1:])
+    expected = (rows[1] + _projected(rows[0], rows[1:])).float()
     torch.testing.assert_close(flat_grad(trunk), expected, rtol=1e-4, atol=1e-6)
 
 
