@@ -1,7 +1,6 @@
 """Helpers for error messages."""
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 
 
@@ -17,12 +16,6 @@ def first_of(names: Sequence[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else names[0]
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Adds a line below an exception's message; does nothing in Python 3.10, which has no notes."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-
-
 @contextlib.contextmanager
 def noted(note: str) -> Iterator[None]:
     """Adds a note, unless it is empty, to an exception in the `with` block."""
@@ -30,5 +23,5 @@ def noted(note: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if note:
-            add_note(error, note)
+            error.add_note(note)
         raise

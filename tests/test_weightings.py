@@ -3,7 +3,6 @@
 import copy
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -627,8 +626,7 @@ def test_a_closure_that_fails_after_the_step() -> None:
 
     with pytest.raises(ArithmeticError) as caught:
         opt.step(closure)
-    if sys.version_info >= (3, 11):
-        assert "without gradients; with reevaluate=False" in caught.value.__notes__[0]
+    assert "without gradients; with reevaluate=False" in caught.value.__notes__[0]
     reference.step(other.closure(0))
     assert_equal(setup.state(), other.state())
     assert opt.state_dict()["steps"] == 1

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def append(name: str, record: dict[str, Any]) -> Path:
 def origin() -> dict[str, Any]:
     """A run's time, commit, machine and versions."""
     return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit() or os.environ.get("CS_KERNELS_COMMIT", ""),
         "machine": {
             "cpu": _processor(),

@@ -4,7 +4,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def missing() -> list[str]:
 def as_json(facts: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
     """The record: the installation, the machine, and every result."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "driver": _driver(),
         **facts,
         "results": [asdict(result) for result in results],

@@ -123,7 +123,7 @@ async def _outcomes(
                 if failure is not None:
                     break
         await child.end()
-    except asyncio.TimeoutError:
+    except TimeoutError:
         status = await child.end(signal.SIGABRT)
         unkillable = ", and cannot be killed" if status is None else ""
         detail = f"no answer within {limit:.0f} s{unkillable}\n{child.last_words()}"

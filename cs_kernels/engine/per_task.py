@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.loss_graph import checked_loss
-from cs_kernels.errors import add_note, described, noted
+from cs_kernels.errors import described, noted
 from cs_kernels.nn.task_norm import active
 from cs_kernels.stage import Passes
 from cs_kernels.step import Step
@@ -170,8 +170,7 @@ def _hint_at_backward() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "through the graph a second time" in str(error):
-            add_note(
-                error,
+            error.add_note(
                 "step(closure) takes a forward pass for each task, and makes the backward passes:"
                 " with losses of one forward pass, call backward({task: loss}) in its place",
             )

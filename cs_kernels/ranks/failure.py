@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from cs_kernels.errors import add_note
 from cs_kernels.ranks.strategy import RankError
 from cs_kernels.ranks.transport import Transport
 
@@ -80,7 +79,7 @@ class Failures:
                 self._on_all = None
                 raise other from error
             except Exception:
-                add_note(error, f"the other ranks of {numbers} did not answer")
+                error.add_note(f"the other ranks of {numbers} did not answer")
             raise error from error.__cause__
 
     def raise_first(self, number: int, error: Exception | None = None, after: float = 0.0) -> None:

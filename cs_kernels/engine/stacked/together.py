@@ -15,7 +15,7 @@ from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 from cs_kernels.engine.stacked.trunk_pass import Pattern, TrunkPass
 from cs_kernels.engine.steps import run_step
-from cs_kernels.errors import add_note, described
+from cs_kernels.errors import described
 from cs_kernels.stage import Passes, Stage
 from cs_kernels.step import Step
 from cs_kernels.trunk.watcher import LAYERS, eager
@@ -271,7 +271,7 @@ def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
         losses = checked_losses(forward(run))
     except KeyError as error:
         if error.args[:1] != (task,):
-            add_note(error, "in Phase 1, run gives one task's output: iterate over its items()")
+            error.add_note("in Phase 1, run gives one task's output: iterate over its items()")
         raise
     if task not in losses:
         raise ValueError(f"forward must return the loss of {task!r}, got losses for {[*losses]}")
