@@ -4,13 +4,15 @@
 # [RANKS=2]` (on that many processes), `make fuzz [SECONDS=60] [SEED=N] [BASELINE=1]` (operators under sanitizers), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
 # `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph|lagged|protect [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]` (real uses), and
-# `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
+# `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.11 to 3.14 that is
 # installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
 # torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
+# In a checkout, the compiled module is no option. CS_KERNELS_NATIVE=0 makes a wheel without it.
+export CS_KERNELS_NATIVE ?= 1
 NATIVE := CMakeLists.txt setup.py python/cuda_decision.py $(CPP)
 # Unrolled loops, for many types: the analysis of every path through them takes minutes.
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
@@ -101,6 +103,7 @@ lint: $(VENV)/.ready build/tidy/compile_commands.json
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP) $(EMULATION)
 	printf '%s\n' $(filter-out $(UNROLLED),$(filter %.cpp,$(CPP))) | \
 		xargs --max-procs 2 --max-args 1 $(VENV)/bin/clang-tidy --quiet -p build/tidy

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -16,12 +15,32 @@ sys.path.insert(0, str(_HERE / "python"))
 from cuda_decision import decision  # noqa: E402
 from long_description import long_description  # noqa: E402
 
+_REQUEST = os.environ.get("CS_KERNELS_NATIVE") or "auto"
+_CUDA = os.environ.get("CS_KERNELS_CUDA") == "1"
+if _REQUEST not in ("0", "1", "auto"):
+    sys.exit(f"CS_KERNELS_NATIVE must be 0, 1 or auto, got {_REQUEST!r}")
+if _REQUEST == "0" and _CUDA:
+    sys.exit("CS_KERNELS_CUDA=1 asks for kernels that CS_KERNELS_NATIVE=0 leaves out")
+
 
 class CMakeBuild(build_ext):
     """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
 
+    def run(self) -> None:
+        """Builds the extension; if this fails, the package is pure torch or, on request, none."""
+        try:
+            super().run()
+        except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            why = f"cs_kernels has no compiled kernels: {_why(error)}"
+            if _CUDA or _REQUEST == "1":
+                sys.exit(why)
+            self.extensions.clear()
+            print(f"{why}. It runs as pure torch, slower (CS_KERNELS_NATIVE=1 fails instead)")
+
     def build_extension(self, ext: Extension) -> None:
         """Configures and builds one extension."""
+        import pybind11
+
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         # Given, it outlives this build: another one with the same options compiles nothing again.
         build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
@@ -47,9 +66,17 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--build", str(build)], check=True)
 
 
+def _why(error: Exception) -> str:
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    failed = "the compiler failed" if "--build" in error.cmd else "CMake found no working compiler"
+    return f"{failed}, as its messages above say"
+
+
 setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    ext_modules=[Extension("cs_kernels._C", sources=[])],
+    # Without an extension, the wheel is for every platform.
+    ext_modules=[] if _REQUEST == "0" else [Extension("cs_kernels._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -1,5 +1,7 @@
 """Builds a wheel with CUDA kernels for every Python that is to be had, and uses each.
 
+Another wheel, without compiled kernels, is for every other platform.
+
     build_wheels.py [--require-torch] [PYTHON ...]
 
 Kernels do not depend on Python: they are compiled once, for the first wheel. The compilers' output
@@ -17,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,10 +52,11 @@ def _find(version: str) -> str | None:
     return None
 
 
-def _pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _pip(python: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [python, "-m", "pip", *arguments],
         cwd=_ROOT,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,9 +80,10 @@ def _install_torch(python: Path) -> bool:
     return True
 
 
-def _build(python: Path, log: Path, folder: Path) -> Path:
+def _build(python: Path, log: Path, folder: Path, **variables: str) -> Path:
     """A wheel for this machine; the compilers' output is appended to the log."""
-    done = _pip(python, "wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), ".")
+    command = ("wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), ".")
+    done = _pip(python, *command, **variables)
     with log.open("a") as file:
         file.write(done.stdout)
     _must(done)
@@ -112,6 +116,28 @@ def _repair(wheel: Path) -> Path:
     return repaired
 
 
+def _use(python: Path, *arguments: str) -> str:
+    """Uses the installed wheel, without the sources and the caller's path."""
+    used = subprocess.run(
+        [python, "-I", _ROOT / ".ci/check_wheel.py", *arguments],
+        cwd=python.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    _must(used)
+    return used.stdout.splitlines()[-1]
+
+
+def _pure(python: Path, log: Path, folder: Path) -> None:
+    """Puts a wheel without compiled kernels into dist, and uses it; torch is installed."""
+    wheel = _build(python, log, folder, CS_KERNELS_NATIVE="0", CS_KERNELS_CUDA="0")
+    _must(_pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)))
+    print(f"{wheel.name}: {_use(python, '--pure')}", flush=True)
+    shutil.copy(wheel, _ROOT / "dist")
+
+
 def main() -> None:
     """Exits with a message if a wheel cannot be built or used, or if there is no Python."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -133,12 +159,13 @@ def main() -> None:
     build = Path(os.environ.setdefault("CS_KERNELS_BUILD", "build/compiled"))
     # CMake keeps the architectures of the first build in a folder, and setuptools keeps modules
     # that the sources no longer have.
-    for folder in (_ROOT / "dist", _ROOT / build, *(_ROOT / "build").glob("lib.*")):
+    for folder in (_ROOT / "dist", _ROOT / build, *(_ROOT / "build").glob("lib*")):
         shutil.rmtree(folder, ignore_errors=True)
     log = _ROOT / "build" / "wheel.log"
     log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
     os.environ |= {"CS_KERNELS_CUDA": "1", "CS_KERNELS_REPORT": "1"}
+    pure = False
     for version, source in pythons.items():
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -155,18 +182,12 @@ def main() -> None:
                 sys.exit(f"no torch for the CPU is to be had for Python {version}")
             dependencies = ["--constraint", "constraints.txt"] if torch else ["--no-deps"]
             _must(_pip(python, "install", "--quiet", *dependencies, str(wheel)))
-            # From a folder without the sources, and without the path of the caller.
-            used = subprocess.run(
-                [python, "-I", _ROOT / ".ci/check_wheel.py", *([] if torch else ["--alone"])],
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            _must(used)
-        seconds = f"built in {built - start:.0f} s, used in {time.monotonic() - built:.0f} s"
-        print(f"{wheel.name}: {seconds}; {used.stdout.splitlines()[-1]}", flush=True)
+            used = _use(python, *([] if torch else ["--alone"]))
+            seconds = f"built in {built - start:.0f} s, used in {time.monotonic() - built:.0f} s"
+            print(f"{wheel.name}: {seconds}; {used}", flush=True)
+            if torch and not pure:
+                _pure(python, log, Path(folder) / "pure")
+            pure |= torch
         if not torch:
             print(f"Python {version}: no torch for the CPU is to be had, so only _C was imported")
 

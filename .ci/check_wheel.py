@@ -1,6 +1,7 @@
-"""Uses an installed wheel that has CUDA kernels: `python check_wheel.py [--alone]`.
+"""Uses an installed wheel: `python check_wheel.py [--alone | --pure]`.
 
-Alone, the compiled module is loaded without the package, whose import needs torch.
+The wheel has CUDA kernels; a pure one has no compiled module. Alone, the compiled module is loaded
+without the package, whose import needs torch.
 """
 
 import importlib.metadata
@@ -8,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import warnings
 from array import array
 from types import ModuleType
 
@@ -40,28 +42,34 @@ def check_alone() -> str:
     return "the compiled module alone, without torch"
 
 
-def check_tag() -> None:
+def check_tag(expected: str) -> None:
     """Installers take the wheel wherever it runs."""
     tags = importlib.metadata.distribution("cs_kernels").read_text("WHEEL") or ""
-    assert "manylinux" in tags, tags
+    assert expected in tags, tags
 
 
-def check() -> str:
+def check(*, pure: bool) -> str:
     """The package imports, an operator computes, and the report names what is there."""
     import torch
 
     import cs_kernels as cs
 
     backends = cs.available_backends()
-    assert backends["cpu"] is None, backends
-    assert backends["cuda"] in (None, "there is no NVIDIA GPU"), backends
-    update = cs.functional.project_conflicts(torch.eye(2).reshape(2, 1, 2), torch.zeros(1).long())
-    assert update.tolist() == [[1.0, 1.0]], update
+    if pure:
+        assert "was not compiled" in (backends["cpu"] or ""), backends
+    else:
+        assert backends["cpu"] is None, backends
+        assert backends["cuda"] in (None, "there is no NVIDIA GPU"), backends
+    with warnings.catch_warnings(record=True) as caught:
+        update = cs.functional.project_conflicts(torch.ones(2, 1, 2), torch.zeros(1).long())
+    assert update.tolist() == [[2.0, 2.0]], update
+    assert [w.category for w in caught] == [UserWarning] * pure, caught
     printed = subprocess.check_output([sys.executable, "-Im", "cs_kernels", "--json"], text=True)
-    assert json.loads(printed)["cuda_architectures"], printed
+    assert pure or json.loads(printed)["cuda_architectures"], printed
     return f"with torch {torch.__version__}"
 
 
 if __name__ == "__main__":
-    check_tag()
-    print("it works:", check_alone() if "--alone" in sys.argv else check())
+    without = "--pure" in sys.argv
+    check_tag("py3-none-any" if without else "manylinux")
+    print("it works:", check_alone() if "--alone" in sys.argv else check(pure=without))

@@ -3,6 +3,7 @@ from typing import Any
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 cpu_instruction_set: str
+openmp: bool
 max_tasks: int
 data_types: list[str]
 solvers: list[str]

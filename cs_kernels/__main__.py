@@ -36,6 +36,7 @@ def facts() -> dict[str, Any]:
         "triton": _triton(),
         "platform": platform.platform(),
         "instruction_set": getattr(compiled, "cpu_instruction_set", None),
+        "openmp": getattr(compiled, "openmp", None),
         "threads": torch.get_num_threads(),
         "cuda_architectures": getattr(compiled, "cuda_architectures", None),
         "without_cuda": getattr(compiled, "without_cuda", None),

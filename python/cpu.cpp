@@ -151,6 +151,11 @@ void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32
 
 void define_cpu(py::module_& module) {
   module.attr("cpu_instruction_set") = cpu::instruction_set();
+#ifdef _OPENMP
+  module.attr("openmp") = true;
+#else
+  module.attr("openmp") = false;
+#endif
   define(module, "strengths", &strengths, "energy", "gamma", "variance", "epsilon", "rows",
          "normalize", "strength");
   define(module, "task_priority", &task_priority, "strength", "tasks", "rows", "priority");

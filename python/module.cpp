@@ -11,7 +11,8 @@
 #include "cs_kernels/data_type.h"
 #include "cs_kernels/solve.h"
 
-PYBIND11_MODULE(_C, module) {
+// No state changes after the import, so calls need no GIL.
+PYBIND11_MODULE(_C, module, pybind11::mod_gil_not_used()) {
   namespace solvers = cs_kernels::solvers;
   module.doc() = "The compiled kernels of cs_kernels; arrays are passed as addresses.";
   module.attr("max_tasks") = cs_kernels::kMaxTasks;

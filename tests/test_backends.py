@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cs_kernels as cs
 from cs_kernels import _C
+from cs_kernels.ops import checks
 from cs_kernels.ops.checks import check_statistics
 from cs_kernels.ops.gpu import GpuOperators
 from cs_kernels.ops.operands import Operands
@@ -33,6 +36,39 @@ for dtype in ("float32", "float64", "bfloat16", "float16"):
     update, _ = cs.functional.phase2_update(args.weight, args.gamma, args.running_var, args.grads)
     results[dtype] = update.double().flatten()[:2000].tolist()
 print(json.dumps([_C.cpu_instruction_set, results]))
+"""
+
+# Torch's normal numbers depend on the processor; these do not.
+_BITS = """
+import hashlib, json, torch, cs_kernels as cs
+from cs_kernels import _C
+from cs_kernels.ops.solvers import SOLVERS
+from layers import KINDS, sample, solver_options, trunk_arguments
+torch.manual_seed(0)
+torch.randn = lambda *shape: (torch.rand(*shape) - 0.5) * 8
+found = {}
+def add(name, *tensors):
+    digest = found.setdefault(name, hashlib.sha256())
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    trunk = trunk_arguments([sample(kind, 3, dtype) for kind in KINDS])
+    updates, grads, ops = trunk["updates"], trunk["grads"], torch.ops.cs_kernels
+    add("phase2", ops.phase2_update_(*trunk.values()), *updates)
+    add("gramian", ops.gramian(grads, [0] * len(updates), 1, 3))
+    ops.combine_(updates, grads, torch.tensor([[0.3, 0.7, -1.1]]), [0] * len(updates), 3)
+    add("combine", *updates)
+    ops.drop_signs_(updates, grads, [0.0, 0.5, 0.1], 1, 2, 3)
+    add("drop_signs", *updates)
+    sketch = torch.zeros(512)
+    ops.sketch_(sketch, updates, [10000 * n for n in range(len(updates))], 1)
+    add("sketch", sketch)
+rows = torch.randn(64, 4, 6).double()
+gramian = rows @ rows.mT
+for name in SOLVERS:
+    given = gramian if name != "mgda" else gramian[None]
+    add(name, getattr(ops, f"{name}_weights")(given, *solver_options(name, given)))
+print(json.dumps([_C.cpu_instruction_set, {name: d.hexdigest()[:16] for name, d in found.items()}]))
 """
 
 
@@ -84,7 +120,7 @@ import cs_kernels as cs
 assert cs.__file__.startswith({str(tmp_path)!r})
 print(cs.available_backends()["cpu"])
 """
-    assert _output(program).strip().endswith("No module named 'cs_kernels._C'")
+    assert "No module named 'cs_kernels._C' (it was not compiled;" in _output(program)
 
 
 @pytest.mark.slow
@@ -105,7 +141,35 @@ opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), lr=0.1), 
 for _ in range(2):
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
 """
-    _output(program)
+    said = "operators on cpu tensors run as plain torch operations, many times slower"
+    assert _run(program).stderr.count(said) == 1
+    assert said not in _run(program, CS_KERNELS_BACKEND="reference").stderr
+
+
+def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like Apple's GPUs: every way in raises before anything is computed."""
+
+    class WithoutFloat64(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if isinstance(result, Tensor) and result.dtype is torch.float64:
+                raise TypeError("Cannot convert to float64")
+            return result
+
+    monkeypatch.setattr(checks, "_without_float64", checks._without_float64.__wrapped__)
+    trunk = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
+    adam = torch.optim.Adam(trunk.parameters())
+    needed = "must be on a device with float64, got cpu: train on the CPU"
+    with WithoutFloat64():
+        for method in (cs.PCGrad(), cs.UPGrad(), cs.CAGrad(), cs.ConnectionStrength()):
+            with pytest.raises(ValueError, match=f"trunk {needed}"):
+                cs.MultiTaskOptimizer(trunk, adam, ["a", "b"], method)
+        with pytest.raises(ValueError, match=f"parameters {needed}"):
+            cs.GradientBalancer(trunk.parameters(), ["a", "b"])
+        with pytest.raises(ValueError, match=f"tensors {needed}"):
+            cs.ops.backends.router("task_priority", None)(torch.ones(2, 2))
+        cs.MultiTaskOptimizer(trunk, adam, ["a", "b"], cs.Sum())
 
 
 def test_an_unknown_backend() -> None:
@@ -146,6 +210,30 @@ def test_every_instruction_set_agrees() -> None:
             torch.testing.assert_close(result, baseline, rtol=2 * eps, atol=16 * eps)
 
 
+@pytest.mark.slow
+def test_the_baseline_has_the_same_bits_everywhere() -> None:
+    """These are the bits on x86-64; Arm's are equal."""
+    name, found = json.loads(_output(_BITS, CS_KERNELS_CPU_ISA="baseline"))
+    assert name == "baseline"
+    assert found == {
+        "phase2": "bdf210dae6e4cf62",
+        "gramian": "a9b4e0cb32891ffa",
+        "combine": "d40eb91527d5e88c",
+        "drop_signs": "33d6009d5dc24da2",
+        "sketch": "88d6f9ca84d8e566",
+        "pcgrad": "0588ec47803fe340",
+        "cagrad": "6dfbaef8114c636f",
+        "mgda": "ab820c1904819722",
+        "aligned_mtl": "cf5dc20f2dc2c144",
+        "nash_mtl": "fd2a8d68292509bf",
+        "imtl_g": "14e8c20c32f6580b",
+        "upgrad": "e05afb3c7e439081",
+        "fair_grad": "c98884f3ba29dc0e",
+        "config": "8da871761c8a7a92",
+        "gradvac": "d83e1a5bd0bc1f4c",
+    }
+
+
 def test_after_fork(projection: tuple[Tensor, Tensor, Tensor]) -> None:
     """A data loader's workers are forks, too, in which torch uses one thread."""
     grads, priority, expected = projection
@@ -171,6 +259,27 @@ def test_callers_on_several_threads(projection: tuple[Tensor, Tensor, Tensor]) -
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
+
+
+def test_two_networks_on_two_threads() -> None:
+    """Each has the bits of a training alone."""
+
+    def train(seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        trunk = torch.nn.Linear(30, 20)
+        with torch.no_grad():
+            trunk.weight.copy_(torch.randn(20, 30, generator=generator))
+            trunk.bias.zero_()
+        adam = torch.optim.Adam(trunk.parameters())
+        opt = cs.MultiTaskOptimizer(trunk, adam, ["a", "b"], cs.PCGrad(seed=seed))
+        for _ in range(50):
+            x = torch.randn(8, 30, generator=generator)
+            opt.step(lambda task: (trunk(x) - float(task == "a")).square().mean())
+        return [p.detach() for p in trunk.parameters()]
+
+    alone = [train(seed) for seed in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert same_bits([*threads.map(train, range(2))], alone)
 
 
 def test_flush_to_zero_is_the_callers() -> None:

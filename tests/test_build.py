@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -180,3 +181,50 @@ def test_the_compiled_module_has_kernels_or_the_reason() -> None:
     if hasattr(_C, "without_cuda"):
         assert _C.without_cuda in (cs.available_backends()["cuda"] or "")
         assert "CS_KERNELS_CUDA=1" in _C.without_cuda
+
+
+def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py where CMake fails, in a copy of what it reads."""
+    root = Path(cuda_decision.__file__).parents[1]
+    copy = tmp_path / "copy"
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "python", "cs_kernels"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).symlink_to(root / name)
+    (copy / "pybind11.py").write_text("get_cmake_dir = str")
+    cmake = tmp_path / "bin" / "cmake"
+    cmake.parent.mkdir()
+    cmake.write_text("#!/bin/sh\necho 'no compiler' >&2\nexit 1\n")
+    cmake.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CS_KERNELS")}
+    path = f"{cmake.parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-lib", "lib", "--build-temp", "temp"],
+        cwd=copy,
+        env={**clean, "PATH": path, "PYTHONPATH": str(copy), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "status", "says"),
+    [
+        ({}, 0, "cs_kernels has no compiled kernels: CMake found no working compiler"),
+        ({"CS_KERNELS_NATIVE": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
+        ({"CS_KERNELS_CUDA": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
+        ({"CS_KERNELS_NATIVE": "0"}, 0, ""),
+        ({"CS_KERNELS_NATIVE": "yes"}, 1, "CS_KERNELS_NATIVE must be 0, 1 or auto, got 'yes'"),
+        ({"CS_KERNELS_NATIVE": "0", "CS_KERNELS_CUDA": "1"}, 1, "CS_KERNELS_NATIVE=0 leaves out"),
+    ],
+)
+def test_a_build_without_a_compiler(
+    tmp_path: Path, variables: dict[str, str], status: int, says: str
+) -> None:
+    """The package is pure torch, or the build ends with one sentence below the compiler's."""
+    done = _build_of(tmp_path, **variables)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("no compiler" in done.stderr) == ("CMake" in says)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
 from cs_kernels.methods.sum import Ones
+from cs_kernels.ops.checks import check_float64
 from cs_kernels.torch_internals.fsdp import is_sharded
 
 
@@ -84,9 +85,11 @@ def checked_parameters(
         found.setdefault(p, name)
     if not found:
         raise ValueError("parameters must have at least one parameter, got none")
-    devices = {str(p.device) for p in found}
+    devices = {str(p.device): p.device for p in found}
     if len(devices) > 1:
         raise ValueError(f"parameters must be on one device, got {sorted(devices)}")
+    for device in devices.values():
+        check_float64(device, "parameters")
     return [(name, p) for p, name in found.items()]
 
 

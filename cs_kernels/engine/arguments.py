@@ -8,7 +8,7 @@ from torch import nn
 from cs_kernels.errors import described, first_of
 from cs_kernels.methods import Method
 from cs_kernels.nn.task_norm import TaskBatchNorm, task_norms
-from cs_kernels.ops.checks import DTYPES, MOST_TASKS
+from cs_kernels.ops.checks import DTYPES, MOST_TASKS, check_float64
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
@@ -94,13 +94,15 @@ def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
 
 
 def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
-    """Raises unless all shared parameters are on one device with kernels for this many tasks."""
+    """Raises unless all shared parameters are on one device that can compute for these tasks."""
     first: dict[torch.device, str] = {}
     for name, parameter in shared.items():
         first.setdefault(parameter.device, name)
     if method.separate_gradients and len(first) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in first.items())
         raise ValueError(f"trunk must be on one device for {method!r}, got {found}")
+    for device in first if method.separate_gradients else ():
+        check_float64(device, "trunk")
     on_gpu = any(device.type == "cuda" for device in first)
     if method.separate_gradients and on_gpu and len(tasks) > MOST_TASKS:
         raise ValueError(

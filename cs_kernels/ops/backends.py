@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cs_kernels.ops.checks import check_float64
 from cs_kernels.ops.solvers import SOLVERS
 
 OPERATORS: list[str] = []
@@ -131,6 +133,20 @@ def use_backend(name: str) -> Iterator[None]:
         _requested.reset(token)
 
 
+@cache  # Once for each type of device.
+def _warn_that_it_is_slow(device: str) -> None:
+    reasons = [
+        f"{name}: {backend.reason}"
+        for name, backend in _BACKENDS.items()
+        if backend.computes_on(device) and backend.reason is not None
+    ]
+    warnings.warn(
+        f"operators on {device} tensors run as plain torch operations, many times slower than"
+        f" compiled kernels, which cannot run here: {'; '.join(reasons)}",
+        stacklevel=2,
+    )
+
+
 def _select(device: str | None) -> Backend:
     requested = _requested.get()
     source = "use_backend"
@@ -138,11 +154,11 @@ def _select(device: str | None) -> Backend:
         requested = os.environ.get("CS_KERNELS_BACKEND") or None
         source = "the environment variable CS_KERNELS_BACKEND"
     if requested is None:
-        return next(
-            backend
-            for backend in _BACKENDS.values()
-            if backend.computes_on(device) and backend.reason is None
-        )
+        able = [backend for backend in _BACKENDS.values() if backend.computes_on(device)]
+        backend = next(backend for backend in able if backend.reason is None)
+        if backend is able[-1] and device is not None and len(able) > 1:
+            _warn_that_it_is_slow(device)
+        return backend
     backend = _runnable(requested, source)
     if not backend.computes_on(device):
         raise RuntimeError(
@@ -157,8 +173,10 @@ def router(operator: str, device: str | None) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         # A call without tensors has nothing to compute; the reference still checks its arguments.
-        empty = device is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
-        backend = _BACKENDS["reference"] if empty else _select(device)
+        others = [] if device else [x.device for x in tree_leaves(args) if isinstance(x, Tensor)]
+        for other in others:
+            check_float64(other, "tensors")
+        backend = _select(device) if device or others else _BACKENDS["reference"]
         with torch.no_grad():
             return backend.operators[operator](*args)
 

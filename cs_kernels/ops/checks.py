@@ -5,6 +5,7 @@ and quotes its value. Gradients can number in the thousands, so backends that re
 check them in C++ (`python/operands.cpp`), by the rules of `check_gradients`.
 """
 
+from functools import cache
 from math import inf
 
 import torch
@@ -50,6 +51,26 @@ def check_count(count: int, expected: int, name: str, unit: str) -> None:
 def check_device(tensor: Tensor, device: torch.device | None, name: str) -> None:
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+@cache
+def _without_float64(device_type: str) -> str | None:
+    """Torch's message on a type of device that has no float64, else None."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device_type)
+    except (TypeError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def check_float64(device: torch.device, name: str) -> None:
+    """Raises on a device without float64, in which task weights are computed."""
+    why = _without_float64(device.type)
+    if why is not None:
+        raise ValueError(
+            f"{name} must be on a device with float64, got {device}: train on the CPU, which has"
+            f" compiled kernels. Torch says: {why}"
+        )
 
 
 def check_like(tensor: Tensor, like: Tensor, name: str) -> None:

@@ -39,6 +39,8 @@ try:
     importlib.import_module("cs_kernels._C")
 except ImportError as error:
     unavailable = f"cs_kernels._C cannot be imported: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        unavailable += " (it was not compiled; an install with CS_KERNELS_NATIVE=1 shows why)"
 else:
     from cs_kernels import _C
 

@@ -7,8 +7,10 @@ namespace cs_kernels::cpu {
 // Runs `work` once on each of `threads` threads; `work` claims pieces through an atomic counter.
 // The threads are OpenMP's, as in PyTorch: they are still awake after its last operator, and a
 // second thread pool would compete with them for the cores. Every thread adopts the caller's
-// rounding and flush-to-zero modes, so that results do not depend on the number of threads.
+// rounding and flush-to-zero modes, so that results do not depend on the number of threads. A build
+// without OpenMP has one thread.
 template <class Work> void run_parallel(int threads, const Work& work) {
+#ifdef _OPENMP
   if (threads <= 1) {
     work();
     return;
@@ -23,6 +25,10 @@ template <class Work> void run_parallel(int threads, const Work& work) {
     work();
     std::fesetenv(&before);
   }
+#else
+  static_cast<void>(threads);
+  work();
+#endif
 }
 
 } // namespace cs_kernels::cpu
