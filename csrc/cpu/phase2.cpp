@@ -108,8 +108,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// Whether lines that are read once are prefetched past the caches, which are for what is read again:
-// faster on AMD's EPYC, and a third slower on Intel's Xeon.
+// Whether lines that are read once are prefetched past the caches, which are for what is read
+// again: faster on AMD's EPYC, and a third slower on Intel's Xeon.
 bool prefetches_once() {
 #ifdef CS_X86_64
   static const bool once = __builtin_cpu_is("amd") != 0;
