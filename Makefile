@@ -11,8 +11,6 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
-# In a checkout, the compiled module is no option. CS_KERNELS_NATIVE=0 makes a wheel without it.
-export CS_KERNELS_NATIVE ?= 1
 NATIVE := CMakeLists.txt setup.py python/cuda_decision.py $(CPP)
 # Unrolled loops, for many types: the analysis of every path through them takes minutes.
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
@@ -30,10 +28,10 @@ PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 $(PYTHON):
 	python3 -m venv $(VENV)
 
-# Changes in csrc/cuda have to compile, also where no GPU can run them: half a minute for each
-# architecture, if there is a compiler.
+# The tests need the compiled module. Changes in csrc/cuda have to compile, also where no GPU can run
+# them: half a minute for each architecture, if there is a compiler.
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
-	CUDAARCHS="$${CUDAARCHS-90}" \
+	CS_KERNELS_NATIVE=1 CUDAARCHS="$${CUDAARCHS-90}" \
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
 		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
 		--editable '.[dev]'

@@ -142,7 +142,9 @@ for _ in range(2):
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
 """
     said = "operators on cpu tensors run as plain torch operations, many times slower"
-    assert _run(program).stderr.count(said) == 1
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(said) == 1
     assert said not in _run(program, CS_KERNELS_BACKEND="reference").stderr
 
 
