@@ -42,7 +42,7 @@ def examine(
     [
         ("wrong", "wrong", r"result 0 of torch.float64 is wrong by 1\.0e-03 .* limit is 1e-05"),
         ("unsteady", "wrong", "run 2 gave other bits than run 1"),
-        ("crash", "crash", r"(?s)exit status .*Fatal Python error: Segmentation fault.*_crash"),
+        ("crash", "crash", r"(?s)exit status .*Fatal Python error: Aborted.*_crash"),
     ],
 )
 def test_a_fault_is_a_result(pair: tuple[str, str], fault: str, outcome: str, detail: str) -> None:
