@@ -9,8 +9,6 @@ from typing import Protocol
 
 import torch
 
-from cs_kernels.ops.gpu.device import captured_tables
-
 
 class Graphs(Protocol):
     """A device's way to record and replay a step."""
@@ -55,6 +53,8 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Lets other threads, such as a data loader's, go on during the capture."""
+        from cs_kernels.ops.gpu.device import captured_tables  # For captures alone: import time.
+
         graph = torch.cuda.CUDAGraph()
         # A pool lives as long as any graph that uses it.
         pool = next((other.pool() for other in self._graphs), None)
