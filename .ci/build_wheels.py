@@ -2,7 +2,7 @@
 
 Another wheel, without compiled kernels, is for every other platform.
 
-    build_wheels.py [--require-torch] [PYTHON ...]
+    build_wheels.py [--require-torch] [--no-pure] [PYTHON ...]
 
 Kernels do not depend on Python: they are compiled once, for the first wheel. The compilers' output
 is in build/wheel.log. The wheels are in dist, tagged for every Linux that is at least as new as
@@ -142,6 +142,7 @@ def main() -> None:
     """Exits with a message if a wheel cannot be built or used, or if there is no Python."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--require-torch", action="store_true", help="to use every wheel with")
+    parser.add_argument("--no-pure", action="store_true", help="only wheels for this platform")
     parser.add_argument("pythons", nargs="*", help=f"those of {', '.join(VERSIONS)} if not given")
     arguments = parser.parse_args()
     pythons = {}
@@ -165,7 +166,7 @@ def main() -> None:
     log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
     os.environ |= {"CS_KERNELS_CUDA": "1", "CS_KERNELS_REPORT": "1"}
-    pure = False
+    pure = arguments.no_pure
     for version, source in pythons.items():
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
