@@ -70,6 +70,23 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == cs.__version__
 
 
+def test_the_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [cs.__version__]
+    assert f"\nrepository-code: {repository()}\n" in citation
+
+
+def test_the_hooks_have_the_versions_of_lint() -> None:
+    """One that pre-commit installs agrees with `make lint`."""
+    hooks = ROOT / ".pre-commit-config.yaml"
+    if not hooks.exists():
+        pytest.skip("not a checkout")
+    project = (ROOT / "pyproject.toml").read_text()
+    pins = re.findall(r"additional_dependencies: \[(\S+)\]", hooks.read_text())
+    assert pins
+    assert [pin for pin in pins if f'    "{pin}",\n' not in project] == []
+
+
 def test_addresses_follow_from_the_repository() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     links = dict(re.findall(r'^(\w+) = "(https://.+)"$', project, re.MULTILINE))
