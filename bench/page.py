@@ -1,4 +1,6 @@
-"""Writes the tables of README.md and docs/benchmarks.md, and the plots, from bench/results/.
+"""Writes the tables of README.md and docs/benchmarks.md, and the plots, from the records.
+
+Times and memory are in bench/results/, trainings over several seeds in examples/results/uses/.
 
     python bench/page.py [--check]
 
@@ -17,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+USES = ROOT / "examples" / "results" / "uses"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 PEERS = """x TorchJD step={peers[TorchJD step][ratio]:.1f}
     x TorchJD matrix={peers[TorchJD matrix][ratio]:.1f} | x textbook={peers[textbook][ratio]:.1f}"""
@@ -25,10 +28,6 @@ TABLES = {
         ms={{milliseconds[step]:.1f}}/{{milliseconds[p50]:.1f}}
         x limit={{times_the_limit:.2f}} | {PEERS}
         syncs={{synchronizations[ours]}} | TorchJD's syncs={{synchronizations[TorchJD]}}""",
-    "front": """ResNet-18, 4 tasks={library}: {step}
-        whole step, in plain steps={over_plain:.2f}
-        gradients, MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}
-        surgery alone, ms={surgery:.1f}""",
     "phase2": f"""network={{network}} | K={{tasks}} | dtype={{dtype}} | ms={{milliseconds[p50]:.2f}}
         copy GB/s={{copy_gigabytes_per_second:.1f}} | x limit={{times_the_limit:.2f}} | {PEERS}
         x reference={{peers[reference][ratio]:.1f}}""",
@@ -82,17 +81,18 @@ MARKS = {
 }
 """By label: the library, the marker, and whether the marker is filled."""
 WAYS = {
-    "UPGrad, exact": ("cs_kernels", "o-", "cs_kernels, exact"),
-    "UPGrad, update_every=10": ("cs_kernels", "s-", "cs_kernels, update_every=10"),
-    "UPGrad, features=z": ("cs_kernels", "^-", "cs_kernels, features=z"),
-    "TorchJD backward": ("TorchJD", "o-", "TorchJD backward"),
-    "TorchJD backward, a loss at a time": ("TorchJD", "s-", "TorchJD, a loss at a time"),
-    "TorchJD mtl_backward": ("TorchJD", "^-", "TorchJD mtl_backward"),
+    "UPGrad, exact": ("cs_kernels", "o-", "exact"),
+    "UPGrad, update_every=10": ("cs_kernels", "s-", "update_every=10"),
+    "UPGrad, features=z": ("cs_kernels", "^-", "features=z"),
+    "TorchJD backward, a loss at a time": ("TorchJD", "o-", "TorchJD, fastest"),
     "TorchJD Engine": ("TorchJD", "D-", "TorchJD Engine"),
     "LibMTL's way, PCGrad": ("LibMTL", "o-", "LibMTL's way"),
-    "textbook PCGrad": ("textbook", "o-", "textbook PCGrad"),
+    "textbook PCGrad": ("textbook", "o-", "textbook"),
 }
-"""By step of `price`: the library, the marker and the title in the picture of ResNet-18."""
+"""By step of `price`: the library, the marker and the label in the picture of ResNet-18.
+
+TorchJD has two more ways, slower than the first of these and larger than the second.
+"""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
@@ -117,20 +117,23 @@ def last(name: str, network: str | None = None) -> dict[str, Any]:
 
 
 FRONT = {
-    "ConnectionStrength, step": ("cs_kernels", "ConnectionStrength", ""),
-    "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
-    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, update_every=10", None),
     "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
-    "backward, every=10": ("cs_kernels", "GradientBalancer, every=10", None),
+    "backward, every=10": ("cs_kernels", "UPGrad, balancer, every=10", None),
+    "UPGrad, update_every=10": ("cs_kernels", "UPGrad, update_every=10", None),
+    "UPGrad, exact": ("cs_kernels", "UPGrad", ""),
     "TorchJD": ("TorchJD", "UPGrad", "TorchJD step"),
+    "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
     "LibMTL's way, PCGrad": ("LibMTL", "PCGrad", None),
     "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
+    "ConnectionStrength, step": ("cs_kernels", "ConnectionStrength", ""),
 }
 """By step of `price`: the library, the label, and the peer in `methods` ("" for cs_kernels)."""
 
 
-def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def front() -> list[dict[str, Any]]:
     """The cost of ResNet-18 with 4 tasks in each library: step, memory, surgery."""
+    names = ("methods", "phase2", "price", "limits", "balancer")
+    cases = [c for name in names for c in last(name, "resnet18")["cases"]]
     cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
     surgeries = {c["method"]: c for c in cases if "method" in c}
     (phase2,) = (c for c in cases if c.get("dtype") == "float32")
@@ -149,13 +152,63 @@ def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+HELPS = {
+    "three digits that overlap, accuracy in %": (
+        ("digits", "three/", "mean %"),
+        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
+        {"Sum+steps": "three times the steps"},
+    ),
+    "two digits, one loss times 0.1, accuracy in %": (
+        ("digits", "unequal/", "mean %"),
+        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
+        {"Sum+steps": "twice the steps"},
+    ),
+    "boxes and pixels on a pretrained network, mean IoU in %": (
+        ("finetune", "", "pixels: mIoU %↑"),
+        {"UPGrad": "UPGrad", "PCGrad": "PCGrad"},
+        {"Sum+steps": "twice the steps"},
+    ),
+    "a survey with missing labels, gain over single tasks in %": (
+        ("tabular", "", "Delta m in %"),
+        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
+        {"Sum+UncertaintyWeights": "learned weights"},
+    ),
+    "the Helmholtz equation, error in %": (
+        ("pinn", "helmholtz/", "relative L2 error, %↓"),
+        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
+        {"tuned weights": "tuned weights"},
+    ),
+    "a language model forgets a text, loss of another one (1.25 before)": (
+        ("protect", "ascent/", "documentation"),
+        {"Protect": "Protect", "SAGO": "SAGO"},
+        {"Sum, times 10": "ten times the loss to keep"},
+    ),
+}
+"""By problem: its file, rows and column in the records; rows with surgery, and rows without."""
+
+
+def trainings() -> str:
+    """What surgery gains on each problem, beside what the plain sum gains in another way."""
+    rows = []
+    for problem, ((file, prefix, column), *ways) in HELPS.items():
+        lines = [
+            [*map(str.strip, line.strip("|").split("|"))]
+            for line in (USES / f"{file}.md").read_text().splitlines()
+            if line.startswith("|")
+        ]
+        values = {line[0]: line[lines[0].index(column)] for line in lines}
+        cells = [", ".join(f"{w} {values[prefix + n]}" for n, w in way.items()) for way in ways]
+        rows.append([problem, values[f"{prefix}Sum"], *cells])
+    header = ["trained on", "plain sum", "with surgery", "plain sum, with"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 4, *rows))
+
+
 def contents(name: str) -> list[str]:
     """A table, and the sources of its records."""
+    if name == "helps":
+        note = "Five seeds: means ± half of the 95 % interval, or a median (least-greatest)."
+        return [trainings(), f"{note} Records: [`examples/results/uses`](examples/results/uses)."]
     several = {
-        "front": [
-            *(("methods", "resnet18"), ("phase2", "resnet18")),
-            *(("price",), ("limits",), ("balancer",)),
-        ],
         "summary": [("phase2",), ("methods",)],
         "sizes": [("methods", "resnet50")],
     }
@@ -164,8 +217,6 @@ def contents(name: str) -> list[str]:
         record["threads"] = record["cases"][0].get("threads", record["machine"]["threads"])
     cases = [c for record in used for c in record["cases"]]
     columns = dict(column.split("=") for column in re.split(" *[|\n] *", TABLES.get(name, "=")))
-    if name == "front":
-        cases = front(cases)
     if name == "summary":
         cases = main_cases(cases)
     if name == "sizes":
@@ -300,54 +351,70 @@ def draw_price() -> None:
     keys = {"over_plain": "time, in plain steps", "peak_bytes": "memory of gradients, MB"}
 
     def figure() -> Any:
-        figure, axes = style.panels(1, 2, 4.9)
+        figure, axes = style.panels(1, 2, 4.2)
         for ax, (key, label) in zip(axes[0], keys.items(), strict=True):
+            lines = {}
             for way, (library, look, title) in WAYS.items():
                 values = [of_ways[way][n][key] for n in tasks]
-                ax.plot(tasks, values, look, color=style.LIBRARIES[library], label=title)
+                color = style.LIBRARIES[library]
+                ax.plot(tasks, values, look, color=color)
+                lines[title] = (values[-1], color)
+            if key == "over_plain":
+                limit = [(1 + 2 * n) / 3 for n in tasks]
+                color = style.LIBRARIES["limit"]
+                ax.plot(tasks, limit, "--", color=color)
+                lines["(1 + 2K) / 3"] = (limit[-1], color)
+            else:  # One line for both, since a step that solves keeps as many gradients.
+                del lines["update_every=10"]
             style.log(ax, "y")
             ax.grid(axis="y")
             ax.set(xscale="log", xlabel="tasks K", title=label)
+            style.label_lines(ax, tasks[-1], lines)
             ax.set_xticks(tasks, map(str, tasks))
             ax.minorticks_off()
-        limit = [(1 + 2 * n) / 3 for n in tasks]
-        color = style.LIBRARIES["limit"]
-        axes[0, 0].plot(tasks, limit, "--", color=color, label="limit of exact: (1 + 2K) / 3")
-        figure.suptitle("One training step of ResNet-18")
-        style.legend_below(figure, axes[0, 0], 2)
+        figure.suptitle("One training step of ResNet-18; blue: cs_kernels")
         return figure
 
     style.save(RESULTS / "price.svg", figure)
 
 
-OFFSET: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10}
+PANELS = {
+    "over_plain": ("whole step", "plain steps", ".2f", (1, 10)),
+    "peak_bytes": ("gradients", "MB", ".0f", (100, 1000)),
+    "surgery": ("surgery alone", "ms", ".0f", (10, 100, 1000)),
+}
+"""Of the front's picture, by key of a row: title, unit, digits of a number, ticks."""
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "va": "center"}
 
 
 def draw_front() -> None:
     """Plots whole steps, their memory, and the surgery alone, for 4 tasks of ResNet-18."""
     import style
 
-    names = ("methods", "phase2", "price", "limits", "balancer")
-    rows = front([c for name in names for c in last(name, "resnet18")["cases"]])
-    labels = [f"{row['library']}: {row['step']}" for row in rows]
-    panels = {"over_plain": ("whole step,\nin plain steps", ".2f")}
-    panels |= {"peak_bytes": ("gradients,\nMB", ".0f"), "surgery": ("surgery,\nms", ".0f")}
+    rows = front()
+    labels = [
+        row["step"] + (f" ({row['library']})" if row["library"] != "cs_kernels" else "")
+        for row in rows
+    ]
 
     def figure() -> Any:
-        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 3.1))
-        for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
-            values = [row[key] for row in rows if key in row]
-            room = (max(values) / min(values)) ** 0.6  # Space for the last number.
-            limits = (min(values) / room**0.2, max(values) * room)
-            ax.set(title=title, xscale="log", xlim=limits)
-            ax.hlines(labels, *limits, color=style.GREY, alpha=0.4, linewidth=0.7)
-            for row, label in zip(rows, labels, strict=True):
-                if value := row.get(key):
-                    ax.plot(value, label, "o", color=style.LIBRARIES[row["library"]])
-                    ax.annotate(f"{value:{digits}}", (value, label), (6, 3), **OFFSET)
+        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 3.4))
+        for ax, (key, (title, unit, digits, ticks)) in zip(axes, PANELS.items(), strict=True):
+            measured = [row[key] for row in rows if row.get(key)]
+            limits = (min(measured) / 1.3, max(measured) * 9)  # Space for the last number.
+            ax.set(title=title, xlabel=f"{unit}, log axis", xscale="log", xlim=limits)
+            ax.set_xticks(ticks, map(str, ticks))
+            ax.grid(axis="x")
+            for y, row in enumerate(rows):
+                value, text = row.get(key), "not measured"
+                if value:
+                    ax.plot(value, y, "o", color=style.LIBRARIES[row["library"]])
+                    text = f"{value:{digits}}"
+                ax.annotate(text, (value or limits[0], y), (7 if value else 3, 0), **BESIDE)
             ax.minorticks_off()
-            ax.spines[["bottom", "left"]].set_visible(False)
-            ax.tick_params(length=0, labelbottom=False)
+            ax.tick_params(axis="y", length=0)
+        axes[0].axvline(1, color=style.LIBRARIES["limit"], linestyle="--", zorder=1)
+        axes[0].set_yticks(range(len(rows)), labels)
         axes[0].invert_yaxis()
         return figure
 

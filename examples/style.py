@@ -4,8 +4,9 @@
 inches wide with letters of 11 points, so that they can be read at half of their width.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
     of_axis.set_major_locator(LogLocator(subs=tuple(subs)))
     of_axis.set_major_formatter("{x:g}")
     of_axis.set_minor_formatter(NullFormatter())
+
+
+def label_lines(ax: Axes, x: float, lines: Mapping[str, tuple[float, str]]) -> None:
+    """Labels lines at their right ends, which are at x: label -> (y, color), on a log axis."""
+    bottom, top = (math.log(limit) for limit in ax.get_ylim())
+    gap, below = 0.055 * (top - bottom), -math.inf
+    for label, (y, color) in sorted(lines.items(), key=lambda line: line[1]):
+        below = max(math.log(y), below + gap)
+        where = (x * 1.15, math.exp(below))
+        ax.annotate(label, where, color=color, va="center", fontsize=10, annotation_clip=False)
+    left, right = ax.get_xlim()
+    ax.set_xlim(left, right * 4.5)
 
 
 def legend_below(figure: Figure, ax: Axes, columns: int, **options: Any) -> None:

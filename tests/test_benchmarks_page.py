@@ -1,5 +1,6 @@
 """The tables of README.md and docs/benchmarks.md agree with the records of the benchmarks."""
 
+import math
 import re
 import runpy
 import subprocess
@@ -21,8 +22,8 @@ def test_the_page_agrees_with_the_records() -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_every_table_is_written_from_a_record(page: str) -> None:
+def test_every_table_is_written_from_a_record() -> None:
+    page = "docs/benchmarks.md"
     text = (ROOT / page).read_text()
     contents = runpy.run_path(str(ROOT / "bench" / "page.py"))["contents"]
     blocks = re.findall(r"<!-- table: (\S+) -->\n\n(.*?)\n<!-- end -->", text, re.DOTALL)
@@ -38,33 +39,58 @@ def test_no_table_of_benchmarks_is_typed() -> None:
     assert "| --" not in written
 
 
-@pytest.mark.parametrize("look", ["", "-dark"])
-@pytest.mark.parametrize("name", ["methods", "phase2"])
-def test_pictures_of_times_show_the_records(name: str, look: str) -> None:
-    """A marker's position follows the logarithm of its time; a marker's row is its method."""
+def _rows(name: str) -> list[list[list[float | None]]]:
+    """By panel, the values of each row of markers."""
     page = runpy.run_path(str(ROOT / "bench" / "page.py"))
-    times, panels = page["times"], page["panels_of_times"](name)
+    if name == "front":
+        return [[[r.get(key) or None] for r in page["front"]()] for key in page["PANELS"]]
+    panels = page["panels_of_times"](name)
     if name == "methods":  # As the title says: 4 tasks, ResNet-18.
         cases = page["last"](name, "resnet18")["cases"]
         cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
-        assert list(panels[""].items())[1:] == [(c["method"], times(c)) for c in cases]
+        assert list(panels[""].items())[1:] == [(c["method"], page["times"](c)) for c in cases]
+    return [
+        [[row.get(label) for label in page["MARKS"]] for row in rows.values()]
+        for rows in panels.values()
+    ]
+
+
+@pytest.mark.parametrize("look", ["", "-dark"])
+@pytest.mark.parametrize("name", ["front", "methods", "phase2"])
+def test_pictures_show_the_records(name: str, look: str) -> None:
+    """A marker's position follows the logarithm of its value; its height is that of its row."""
     picture = (ROOT / "bench" / "results" / f"{name}{look}.svg").read_text()
-    drawn = picture[: picture.index('id="legend_1"')].split('id="axes_')[1:]
-    for markers, rows in zip(drawn, panels.values(), strict=True):
-        position = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill[^"]*stroke: '
-        colors = "|".join(style.LIBRARIES.values())
-        x, y = torch.tensor(
-            [[*map(float, at)] for at in re.findall(f"{position}(?:{colors})", markers)]
-        ).T.double()
-        values, numbers = torch.tensor(
-            [
-                (row[label], number)
-                for label in page["MARKS"]
-                for number, row in enumerate(rows.values())
-                if label in row
-            ]
-        ).T.double()
-        for drawn_at, expected in ((x, values.log()), (y, numbers)):
-            line = torch.stack([expected, torch.ones_like(expected)], 1)
-            fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None]).solution
+    drawn = re.split('id="axes_', picture.partition('id="legend_1"')[0])[1:]
+    position = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill[^"]*stroke: '
+    colors = "|".join(style.LIBRARIES.values())
+    for markers, rows in zip(drawn, _rows(name), strict=True):
+        at = [[*map(float, xy)] for xy in re.findall(f"{position}(?:{colors})", markers)]
+        expected = [
+            [math.log(value), float(number)]
+            for column in range(len(rows[0]))
+            for number, row in enumerate(rows)
+            if (value := row[column]) is not None
+        ]
+        for drawn_at, wanted in zip(torch.tensor(at).T, torch.tensor(expected).T, strict=True):
+            line = torch.stack([wanted, torch.ones_like(wanted)], 1).double()
+            fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None].double()).solution
             assert (fitted[:, 0] - drawn_at).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("look", ["", "-dark"])
+def test_lines_of_the_price_show_the_record(look: str) -> None:
+    page = runpy.run_path(str(ROOT / "bench" / "page.py"))
+    cases = [c for c in page["last"]("price", "resnet18")["cases"] if c["network"] == "resnet18"]
+    picture = (ROOT / "bench" / "results" / f"price{look}.svg").read_text()
+    position = r'<use xlink:href="#\w+" x="[\d.]+" y="([\d.]+)" style="fill[^"]*stroke: '
+    colors = "|".join(style.LIBRARIES.values())
+    for panel, key in zip(
+        picture.split('id="axes_')[1:], ("over_plain", "peak_bytes"), strict=True
+    ):
+        heights = re.findall(f"{position}(?:{colors})", panel)
+        drawn_at = torch.tensor([*map(float, heights)]).double()
+        values = [c[key] for way in page["WAYS"] for c in cases if c["step"] == way]
+        wanted = torch.tensor(values).double().log()
+        line = torch.stack([wanted, torch.ones_like(wanted)], 1)
+        fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None]).solution
+        assert (fitted[:, 0] - drawn_at).abs().max() < 0.05
