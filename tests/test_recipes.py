@@ -205,6 +205,63 @@ def test_with_peft(float64):
     assert difference <= stated(module)
 
 
+def _without_conflict(rows: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """PCGrad's update of two gradients, and whether they are in conflict."""
+    a, b = rows
+    product = (a @ b).clamp(max=0)
+    return a + b - product / (b @ b) * b - product / (a @ a) * a, bool(product < 0)
+
+
+def _plain_surgery(shared, losses: Sequence[Tensor]) -> bool:
+    """PCGrad on these parameters, and the sum on all others; sets `.grad`."""
+    rows = []
+    for loss in losses:
+        for p in shared:
+            p.grad = None
+        loss.backward(retain_graph=True)
+        rows.append(torch.cat([p.grad.flatten() for p in shared]))
+    update, conflict = _without_conflict(rows)
+    for p, grad in zip(shared, update.split([p.numel() for p in shared]), strict=True):
+        p.grad = grad.view_as(p)
+    return conflict
+
+
+def test_some_layers(float64):
+    module = recipe("some_layers")
+    network, _ = module.train()
+    plain = toy.make_network(normalized=False)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    conflicts = 0
+    for images, targets in 4 * toy.make_batches():
+        adam.zero_grad()
+        losses = [toy.loss_of(t, plain(images, t), targets[t]) for t in TASKS]
+        conflicts += _plain_surgery([*plain.trunk[3].parameters()], losses)
+        adam.step()
+    assert conflicts > 0
+    assert largest_difference(network.state_dict(), plain.state_dict()) <= stated(module)
+
+
+def test_physics_informed(float64):
+    """UPGrad's update of two gradients is half of PCGrad's."""
+    module = recipe("physics_informed")
+    network, plain = module.make_network(), module.make_network()
+    module.train_with_surgery(network, 30)
+    parameters = [*plain.parameters()]
+    adam = torch.optim.Adam(parameters, lr=3e-3)
+    conflicts = 0
+    for _ in range(30):
+        adam.zero_grad()
+        conflicts += _plain_surgery(parameters, [*module.losses_of(plain).values()])
+        for p in parameters:
+            p.grad /= 2
+        adam.step()
+    assert conflicts > 0
+    assert largest_difference(network.state_dict(), plain.state_dict()) <= stated(module)
+    before = module.error(network)
+    assert module.train_on_the_sum(network, 20) < 1e-3
+    assert module.error(network) < before
+
+
 class _PlainProtection:
     """A protected task's gradient, of one step in four, against which updates are projected."""
 
@@ -588,6 +645,7 @@ def test_protect_ranks(float64, pools):
 
 OPTIONS = {"compiled": ["--backend", "eager"]}
 PRINTED = {
+    "physics_informed": r"\{'equation': \d+\.\d+",
     "protect_ranks": r"'edges': \d+\.\d+",
     "protect_transformers": r"'loss/new': '\d+\.\d+",
     "with_peft": r"\{'old': \d+\.\d+",

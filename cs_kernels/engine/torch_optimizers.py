@@ -40,9 +40,9 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 raise ValueError(
-                    f"optimizer must step without a closure, got {type(one).__name__}: pass"
-                    " SGD(lr=0) with the same parameters, and call MultiTaskOptimizer.step in the"
-                    f" closure of {type(one).__name__}"
+                    f"optimizer must step without a closure, got {type(one).__name__}: train with"
+                    f" Adam and surgery first, then with {type(one).__name__} on the sum of the"
+                    " losses, without MultiTaskOptimizer"
                 )
             held = set(held_by(one))
             if seen & held:
