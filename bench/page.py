@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md, and the plots, from the records.
+"""Writes the tables of README.md and docs/, and the plots, from the records.
 
 Times and memory are in bench/results/, trainings over several seeds in examples/results/uses/.
 
@@ -20,7 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 USES = ROOT / "examples" / "results" / "uses"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "internals" / "gpu_kernels.md"]
 PEERS = """x TorchJD step={peers[TorchJD step][ratio]:.1f}
     x TorchJD matrix={peers[TorchJD matrix][ratio]:.1f} | x textbook={peers[textbook][ratio]:.1f}"""
 TABLES = {
@@ -207,7 +208,7 @@ def contents(name: str) -> list[str]:
     """A table, and the sources of its records."""
     if name == "helps":
         note = "Five seeds: means ± half of the 95 % interval, or a median (least-greatest)."
-        return [trainings(), f"{note} Records: [`examples/results/uses`](examples/results/uses)."]
+        return [trainings(), f"{note} Records: `examples/results/uses`."]
     several = {
         "summary": [("phase2",), ("methods",)],
         "sizes": [("methods", "resnet50")],

@@ -1,7 +1,8 @@
-"""Gradient surgery for multi-task learning in PyTorch, at the speed of memory.
+"""Gradient surgery for PyTorch: combines the gradients of several losses.
 
-An independent implementation of connection-strength-based optimization ("Quantifying Task Priority
-for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
+Start at `MultiTaskOptimizer`, or at `GradientBalancer` for a loop that stays as it is. The name
+stands for connection strength ("Quantifying Task Priority for Multi-Task Optimization", CVPR 2024),
+of which this is an independent implementation.
 """
 
 from cs_kernels import functional, nn

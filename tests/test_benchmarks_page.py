@@ -22,8 +22,8 @@ def test_the_page_agrees_with_the_records() -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_every_table_is_written_from_a_record() -> None:
-    page = "docs/benchmarks.md"
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/internals/gpu_kernels.md"])
+def test_every_table_is_written_from_a_record(page: str) -> None:
     text = (ROOT / page).read_text()
     contents = runpy.run_path(str(ROOT / "bench" / "page.py"))["contents"]
     blocks = re.findall(r"<!-- table: (\S+) -->\n\n(.*?)\n<!-- end -->", text, re.DOTALL)

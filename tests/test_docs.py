@@ -1,16 +1,18 @@
 """The documentation: its Python runs as written, and the files and commands it names exist."""
 
 import contextlib
+import inspect
 import io
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torchvision_operators
 
+import cs_kernels as cs
 from cs_kernels.engine import supports
 
 pytestmark = pytest.mark.docs
@@ -66,7 +68,8 @@ batches = [batch] * 5
 
 def _blocks(page: str) -> list[tuple[str, str]]:
     """The language and the text of each block of code."""
-    return FENCE.findall((ROOT / page).read_text())
+    found = FENCE.findall((ROOT / page).read_text())
+    return [(language, textwrap.dedent(code)) for language, code in found]
 
 
 def _marked(language: str) -> list[Any]:
@@ -102,27 +105,11 @@ def test_python_runs(page: str, number: int) -> None:
         assert any(p.grad is not None for p in trunk.parameters())
 
 
-def _first_example(page: str, sign: str) -> str:
-    """The first example of a page; in a diff, the lines with this sign and the unmarked ones."""
-    kind = "diff" if page == "README.md" else "python"
-    code = next(code for language, code in _blocks(page) if language == kind)
-    if kind == "python":
-        return code
-    torchvision_operators.define()
-    kept = (line for line in code.splitlines() if line[:1] in ("", " ", sign))
-    return "\n".join(line[2:] for line in kept)
-
-
-def test_the_loop_before_surgery_runs() -> None:
-    names, _ = _run(_first_example("README.md", "-"), "README.md")
-    assert "cs" not in names
-    assert all(p.grad is not None for p in names["trunk"].parameters())
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_the_first_example_performs_surgery(page: str) -> None:
+def test_the_example_of_connection_strength_performs_surgery() -> None:
     """Its report has the channel shares, which only Phase 2 has."""
-    names, printed = _run(_first_example(page, "+"), page)
+    page = "docs/start.md"
+    code = next(code for _, code in _blocks(page) if "convert_task_batchnorm" in code)
+    names, printed = _run(code, page)
     assert "phase 2, ConnectionStrength()" in printed
     assert "channel share" in printed
     shares = [names["opt"].report().scalars()[f"channel_share/{task}"] for task in names["tasks"]]
@@ -214,7 +201,23 @@ def test_the_support_table_matches_the_code() -> None:
 
 
 def test_the_readme_is_one_page() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    """Its examples are short, and its counts are those of the package."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 140
+    assert all(
+        len(code.splitlines()) <= 8 for language, code in _blocks("README.md") if language == "py"
+    )
+    public = [getattr(cs, name) for name in cs.__all__]
+    kinds = [kind for kind in public if isinstance(kind, type) and not inspect.isabstract(kind)]
+    methods, weightings = (
+        {kind for kind in kinds if issubclass(kind, base)} - {cs.Clipped}
+        for base in (cs.Method, cs.Weighting)
+    )
+    assert f"weigh losses | {len(methods)}; {len(weightings)} |" in text
+    assert "seventeen methods" in text
+    listed = (ROOT / "docs/methods.md").read_text()
+    for kind in methods | weightings:
+        assert f"| [`{kind.__name__}`]" in listed
 
 
 def test_a_custom_method() -> None:
