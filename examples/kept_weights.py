@@ -1,9 +1,9 @@
 """Trains the demo's network with task weights that are kept for 1, 5 and 20 steps, over seeds.
 
-    python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--draw FILE] [--out FOLDER]
+    python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
 
-It draws the training losses, and writes final losses and metrics, with the differences that keeping
-makes beside those between seeds. All rows of a seed have the same initial weights and crops; PCGrad
+It writes final losses and metrics, with the differences that keeping makes beside those between
+seeds. All rows of a seed have the same initial weights and crops; PCGrad
 draws its orders by the same seed.
 
 It does not show the time that kept weights save: task-specific normalization needs `step`, which
@@ -11,7 +11,6 @@ makes a forward and a backward pass a task either way, where `backward` would ma
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import replace
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import demo
-import plots
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from stereo import MEASURES, TASKS, load
@@ -137,30 +134,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="half a minute: to see that it runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--draw", type=Path, help="writes all from a kept_weights.json again")
     options = parser.parse_args()
-    if options.draw:
-        found = json.loads(options.draw.read_text())["runs"]
-        write({key: found[label(key)] for key in rows(0)}, options.out, Console())
-        return
     settings = QUICK if options.quick else demo.Settings()
     console = Console()
     start = time.perf_counter()
     runs = train_all(settings, options.seeds, console)
     options.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "settings": vars(settings),
-        "seeds": options.seeds,
-        "torch": torch.__version__,
-        "runs": {label(key): of_row for key, of_row in runs.items()},
-    }
-    (options.out / "kept_weights.json").write_text(json.dumps(record, indent=1))
     write(runs, options.out, console)
     console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
 
 
 def write(runs: Runs, out: Path, console: Console) -> None:
-    """The tables and the picture."""
+    """The tables."""
     seeds = f"seeds: {len(runs[SUM])}"
     tables = {
         f"Last epoch's training losses, metrics of the evaluation part; {seeds}": final_rows(runs),
@@ -170,11 +155,6 @@ def write(runs: Runs, out: Path, console: Console) -> None:
         show(console, title, HEAD, body)
     parts = (f"{title}:\n\n{markdown(HEAD, body)}" for title, body in tables.items())
     (out / "kept_weights.md").write_text("\n".join(parts))
-    lines = {
-        name: {"Sum": runs[SUM], **{f"update_every={every}": runs[name, every] for every in EVERY}}
-        for name in METHODS
-    }
-    plots.losses_over_seeds(lines, list(TASKS), out / "kept_weights.svg")
 
 
 if __name__ == "__main__":

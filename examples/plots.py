@@ -42,39 +42,6 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DE
     style.save(path, draw)
 
 
-def losses_over_seeds(
-    runs: Mapping[str, Mapping[str, list[Any]]], tasks: list[str], path: Path, network: str = DEMO
-) -> None:
-    """Training loss of each task over epochs: the mean over seeds as a line, the range as a band.
-
-    `runs[row][line]` has a run a seed; all rows have the same lines, and a task has one scale.
-    """
-    looks = [("-", style.GREY), ("--", style.BLUE), ("-.", style.RED), (":", style.GREEN)]
-
-    def draw() -> Figure:
-        size = (len(tasks), len(runs))
-        figure, axes = style.panels(*size, 1.4 + 1.6 * len(tasks), sharex=True, sharey="row")
-        for column, (title, lines) in zip(axes.T, runs.items(), strict=True):
-            for ax, task in zip(column, tasks, strict=True):
-                for (line, color), (label, of_line) in zip(looks, lines.items(), strict=True):
-                    values = np.array([run["losses"][task] for run in of_line])
-                    ax.plot(values.mean(0), line, color=color, label=label)
-                    band = values.min(0), values.max(0)
-                    ax.fill_between(
-                        range(values.shape[1]), *band, color=color, alpha=0.15, linewidth=0
-                    )
-                ax.set_title(f"{title}: {task}")
-                style.log(ax, "y", (1, 1.2, 1.5, 2, 3, 4, 6, 9))
-            _epochs(column[-1])
-        for ax in axes[:, 0]:
-            ax.set_ylabel("training loss")
-        figure.suptitle(f"{network}: mean over seeds; band: lowest to highest seed")
-        style.legend_below(figure, axes[0, 0], 2)
-        return figure
-
-    style.save(path, draw)
-
-
 def priority(
     runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
 ) -> None:

@@ -162,17 +162,21 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     """Agreement of retrained networks, against chance."""
+    labels = [f"{norm}, {part} losses" for part, _, norm in (row.partition("/") for row in results)]
+    looks = {
+        "retrained": ("o", style.method("ConnectionStrength"), "after another training"),
+        "retrained_chance": ("|", style.GREY, "by chance"),
+    }
 
     def picture() -> Figure:
-        figure, axes = style.panels(1, 1, 3.4)
+        figure, axes = style.panels(1, 1, 3.8)
         ax = axes[0, 0]
-        for y, of_row in enumerate(results.values()):
-            for key, marker in (("retrained", "o"), ("retrained_chance", "|")):
-                mean, half = interval([100 * result[key] for result in of_row])
-                color = style.method("ConnectionStrength") if marker == "o" else style.GREY
-                ax.errorbar(mean, y, xerr=half, fmt=marker, color=color)
-        ax.set(yticks=range(len(results)), yticklabels=results, xlabel="% of channels")
-        ax.set(title="Same top-priority task if retrained; |: by chance")
+        for key, (marker, color, label) in looks.items():
+            of_rows = [interval([100 * r[key] for r in of_row]) for of_row in results.values()]
+            means, halves = zip(*of_rows, strict=True)
+            ax.errorbar(means, labels, xerr=halves, fmt=marker, color=color, label=label)
+        ax.set(title="Channels with the same top-priority task", xlabel="%")
+        style.legend_below(figure, ax, 2)
         ax.invert_yaxis()
         ax.grid(axis="x")
         return figure

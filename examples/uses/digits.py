@@ -24,7 +24,6 @@ from pathlib import Path
 import style
 import torch
 import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -240,16 +239,6 @@ def over_sum(results: Sequence[Result], sums: Sequence[Result]) -> list[float]:
     return [100 * (run["mean"] - of_sum["mean"]) for run, of_sum in zip(results, sums, strict=True)]
 
 
-def _conflicts(ax: Axes, part: Part, rows: Mapping[str, list[Result]]) -> None:
-    middles = [100 * (i + 0.5) / BINS for i in range(BINS)]
-    for row in ("Sum", "Phase 2", "PCGrad", "MGDA", "NashMTL", "IMTLG"):
-        of_seeds = zip(*(result["conflicts"] for result in rows[row]), strict=True)
-        shares = [100 * sum(of_bin) / len(of_bin) for of_bin in of_seeds]
-        ax.plot(middles, shares, label=row, color=style.method(row))
-    ax.set(title=part.title, ylim=(0, 100))
-    ax.grid()
-
-
 def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     of_parts = [
         (part, {row: results[f"{name}/{row}"] for row in ROWS}) for name, part in PARTS.items()
@@ -265,18 +254,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         figure.supxlabel("percentage points, with 95 % intervals", fontsize=11)
         return figure
 
-    def conflicts() -> Figure:
-        figure, axes = style.panels(2, 2, 5, sharex=True, sharey=True)
-        for ax, of_part in zip(axes.flat, of_parts, strict=True):
-            _conflicts(ax, *of_part)
-        for ax in axes[-1]:  # A label of the figure would be hidden by the legend.
-            ax.set_xlabel("% of the training")
-        figure.supylabel("steps with conflict, %", fontsize=11)
-        style.legend_below(figure, axes[0, 0], 3)
-        return figure
-
     style.save(folder / "digits.svg", gains)
-    style.save(folder / "digits-conflicts.svg", conflicts)
 
 
 USE = Use(

@@ -18,10 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import style
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.metrics import mean_poisson_deviance, r2_score, roc_auc_score
 from statsmodels.datasets import fair
@@ -224,29 +222,17 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Plots channels by top-priority task over the epochs of Mixed, and Delta m of each row."""
+    """Plots Delta m of each row."""
 
-    def of_priority(ax: Axes) -> None:
-        counts = np.array([result["priority"] for result in results["Mixed"]], dtype=float)
-        shares = 100 * (counts / counts.sum(-1, keepdims=True)).mean(0)
-        colors = style.tasks(TASKS)
-        ax.stackplot(range(len(shares)), shares.T, colors=colors.values(), labels=TASKS)
-        ax.set(xlim=(0, len(shares) - 1), ylim=(0, 100), xlabel="epoch")
-        ax.set(ylabel="% of channels", title="Mixed: top-priority task")
-
-    def of_gains(ax: Axes) -> None:
+    def gains() -> Figure:
+        figure, axes = style.panels(1, 1, 3.2)
         rows = {row: of_row for row, of_row in results.items() if row != "Single-task"}
+        ax = axes[0, 0]
         draw_gains(ax, {row: [run["delta_m"] for run in of_row] for row, of_row in rows.items()})
-        ax.set(xlabel="%", title=r"$\Delta_m$ against single-task")
-
-    def both() -> Figure:
-        figure, axes = style.panels(1, 2, 4.2)
-        of_priority(axes[0, 0])
-        of_gains(axes[0, 1])
-        style.legend_below(figure, axes[0, 0], len(TASKS))
+        ax.set(xlabel="%, with 95 % intervals", title=r"$\Delta_m$ against single-task networks")
         return figure
 
-    style.save(folder / "tabular.svg", both)
+    style.save(folder / "tabular.svg", gains)
 
 
 USE = Use(
