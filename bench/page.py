@@ -179,10 +179,10 @@ HELPS = {
         {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
         {"tuned weights": "tuned weights"},
     ),
-    "a language model forgets a text, loss of another one (1.25 before)": (
+    "unlearning one text, loss of a text to keep (1.25 before)": (
         ("protect", "ascent/", "documentation"),
         {"Protect": "Protect", "SAGO": "SAGO"},
-        {"Sum, times 10": "ten times the loss to keep"},
+        {"Sum, times 10": "ten times the loss to keep, three times the steps,"},
     ),
 }
 """By problem: its file, rows and column in the records; rows with surgery, and rows without."""

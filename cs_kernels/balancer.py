@@ -18,7 +18,7 @@ from cs_kernels.balancing.arguments import (
     groups_of,
     torch_optimizer,
 )
-from cs_kernels.balancing.arrivals import Arrivals
+from cs_kernels.balancing.arrivals import Arrivals, Blocks
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
@@ -136,6 +136,7 @@ class GradientBalancer:
         self._arrived = False
         """Whether a gradient has arrived in this block."""
         self._warned: set[str] = set()
+        self._blocks = Blocks()
         self._reached: set[int] = set()
         """The indices of the parameters that tasks have reached in this step."""
         self._kept: set[int] = set()
@@ -175,6 +176,7 @@ class GradientBalancer:
             )
         self._check_open()
         self._hooks.connect()
+        self._blocks.open()
         self._active, self._arrived = self.tasks.index(task), False
         self._factors = () if self._weights is None else self._weights[:, self._active].unbind()
         try:
@@ -238,6 +240,7 @@ class GradientBalancer:
         self._one_graph.check(given)
         between = not (self._solves or self._layers) and len(given) > 1
         if between and self._one_graph.one_pass(given, self.weights):
+            self._blocks.open()
             return {task: loss.detach() for task, loss in given.items()}
         *_, last = given
         for task, loss in given.items():
@@ -269,6 +272,7 @@ class GradientBalancer:
         finally:
             self._steps += 1
             self._restart()
+            self._blocks.end_step()
 
     # --- results and state ---
 

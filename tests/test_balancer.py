@@ -825,6 +825,39 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message:
     _made().close()  # The failed one has left nothing behind.
 
 
+def test_a_loop_that_never_ends_a_step_is_warned_about() -> None:
+    """It steps another optimizer than the balancer's."""
+    training = Training(cs.UPGrad())
+    training.adam = torch.optim.Adam(training.network.parameters())
+    for number in range(333):
+        training.step(number)
+    with pytest.warns(UserWarning, match="1000 passes .* no step has ended: pass the optimizer"):
+        training.step(333)
+    assert training.balancer.report().step == 0
+    training.step(334)  # Once is enough.
+
+
+def test_steps_without_a_marked_pass_are_warned_about() -> None:
+    training = Training(cs.UPGrad(), every=20)
+
+    def unmarked() -> None:
+        training.adam.zero_grad()
+        sum(training.network(training.batch(0, task), task) for task in TASKS).backward()
+        training.adam.step()
+
+    for _ in range(9):
+        unmarked()
+    with pytest.warns(UserWarning, match="10 steps have ended without a block of"):
+        unmarked()
+    unmarked()
+    # Steps between those that solve have one pass for all tasks, and are marked.
+    for number in range(30):
+        training.adam.zero_grad()
+        x = training.network.trunk(training.batch(number, "a"))
+        training.balancer.backward({t: training.network.heads[t](x).mean() for t in TASKS})
+        training.adam.step()
+
+
 def test_misuse() -> None:
     training = Training(cs.UPGrad())
     balancer, network = training.balancer, training.network

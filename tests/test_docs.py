@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import re
+import runpy
 import subprocess
 import textwrap
 from pathlib import Path
@@ -218,6 +219,21 @@ def test_the_readme_is_one_page() -> None:
     listed = (ROOT / "docs/methods.md").read_text()
     for kind in methods | weightings:
         assert f"| [`{kind.__name__}`]" in listed
+
+
+def test_the_readme_has_the_numbers_of_the_records() -> None:
+    """Those outside its table and its picture."""
+    page = runpy.run_path(str(ROOT / "bench" / "page.py"))
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    rows = {row["step"]: row for row in page["front"]()}
+    cheapest = min(row["over_plain"] for row in rows.values())
+    assert f"as little as {100 * (cheapest - 1):.0f} % more than a plain step" in text
+    (plain,) = (
+        case
+        for case in page["last"]("price", "resnet18")["cases"]
+        if (case["network"], case["tasks"], case["step"]) == ("resnet18", 4, "plain")
+    )
+    assert f"its gradients take {plain['peak_bytes']:.0f} MB" in text
 
 
 def test_a_custom_method() -> None:

@@ -1,5 +1,6 @@
 """Hooks that multiply gradients by weights on their way to `.grad`."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,44 @@ from cs_kernels.torch_internals.fsdp import (
 Take = Callable[[int, Tensor], Tensor | None]
 """Takes the index of a parameter and its gradient; returns the gradient's weight, or None to leave
 the gradient unchanged."""
+
+
+class Blocks:
+    """Counts a balancer's passes between ends of steps, and warns if either is missing.
+
+    A loop that never ends a step, or that marks no pass, would train with the plain sum.
+    """
+
+    MOST_BLOCKS = 1000
+    """More than any accumulation of micro-batches."""
+    EMPTY_STEPS = 10
+
+    def __init__(self) -> None:
+        self._since_step = 0
+        self._empty_steps = 0
+
+    def open(self) -> None:
+        """Counts a block."""
+        self._since_step += 1
+        self._empty_steps = 0
+        if self._since_step == self.MOST_BLOCKS:
+            warnings.warn(
+                f"{self.MOST_BLOCKS} passes of GradientBalancer have been made, and no step has"
+                " ended: pass the optimizer whose step ends yours as optimizer=, or call update()",
+                stacklevel=5,
+            )
+
+    def end_step(self) -> None:
+        """Counts the end of a step."""
+        self._empty_steps += self._since_step == 0
+        self._since_step = 0
+        if self._empty_steps == self.EMPTY_STEPS:
+            warnings.warn(
+                f"{self.EMPTY_STEPS} steps have ended without a block of GradientBalancer.task, so"
+                " gradients have the weight 1: make each task's backward pass in such a block, or"
+                " all of them by GradientBalancer.backward",
+                stacklevel=3,
+            )
 
 
 class Arrivals:

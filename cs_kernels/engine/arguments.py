@@ -75,7 +75,8 @@ def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None
     if method.prioritizes and not task_norms(trunk):
         raise ValueError(
             f"trunk must have task-specific normalization for {method!r}, but"
-            f" {type(trunk).__name__} has none: convert it with cs.nn.convert_task_batchnorm"
+            f" {type(trunk).__name__} has none: convert it with cs.nn.convert_task_batchnorm, or"
+            " pass another method, such as cs.UPGrad()"
         )
 
 
