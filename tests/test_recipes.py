@@ -262,6 +262,47 @@ def test_physics_informed(float64):
     assert module.error(network) < before
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_fine_tuning(float64, tmp_path, monkeypatch, resumed):
+    """The sixth update has a NaN loss, and is dropped."""
+    module = recipe("fine_tuning")
+    right = module.loss_of
+
+    def loss_of(network, ids, autocast):
+        bad = float("nan") if torch.equal(ids, module.make_batch("new", 11)) else 1.0
+        return right(network, ids, autocast) * bad
+
+    monkeypatch.setattr(module, "loss_of", loss_of)
+    path = tmp_path / "checkpoint" if resumed else None
+    for updates in (4, 7, 12) if resumed else (12,):
+        network, history = module.train(updates, path, autocast=False)
+    plain = module.make_network()
+    parameters = [*plain.parameters()]
+    adamw = torch.optim.AdamW(parameters, lr=1e-2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 12)
+    conflicts = 0
+    for update in range(12):
+        rows = []
+        for task in module.TASKS:
+            ids = [module.make_batch(task, 2 * update + n) for n in range(2)]
+            loss = sum(loss_of(plain, of_batch, False) for of_batch in ids) / 2
+            grads = torch.autograd.grad(loss, parameters)
+            rows.append(torch.cat([grad.flatten() for grad in grads]))
+        old, new = rows
+        conflicts += int(old @ new < 0)
+        total = old + new - (old @ new).clamp(max=0) / (old @ old) * old
+        for p, grad in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            p.grad = grad.view_as(p)
+        if total.isfinite().all():
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            adamw.step()
+        cosine.step()
+    assert conflicts > 6
+    assert len(history) == (5 if resumed else 12)
+    assert int(adamw.state[parameters[0]]["step"]) == 11
+    assert largest_difference(network.state_dict(), plain.state_dict()) <= stated(module)
+
+
 class _PlainProtection:
     """A protected task's gradient, of one step in four, against which updates are projected."""
 
@@ -645,6 +686,7 @@ def test_protect_ranks(float64, pools):
 
 OPTIONS = {"compiled": ["--backend", "eager"]}
 PRINTED = {
+    "fine_tuning": r"\{'cosine/old,new': -?\d+\.\d+",
     "physics_informed": r"\{'equation': \d+\.\d+",
     "protect_ranks": r"'edges': \d+\.\d+",
     "protect_transformers": r"'loss/new': '\d+\.\d+",
