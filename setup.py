@@ -31,6 +31,8 @@ class CMakeBuild(build_ext):
         try:
             super().run()
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            for ext in self.extensions:  # An earlier build's module is of other sources.
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             why = f"cs_kernels has no compiled kernels: {_why(error)}"
             if _CUDA or _REQUEST == "1":
                 sys.exit(why)
@@ -44,6 +46,9 @@ class CMakeBuild(build_ext):
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         # Given, it outlives this build: another one with the same options compiles nothing again.
         build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
+        cache = build / "CMakeCache.txt"
+        if cache.exists() and f"CMAKE_CACHEFILE_DIR:INTERNAL={build}\n" not in cache.read_text():
+            shutil.rmtree(build)  # The checkout was copied or moved, which CMake refuses.
         cuda = decision()
         print(cuda, flush=True)
         configure = [
@@ -69,7 +74,7 @@ class CMakeBuild(build_ext):
 def _why(error: Exception) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
-    failed = "the compiler failed" if "--build" in error.cmd else "CMake found no working compiler"
+    failed = "the compiler failed" if "--build" in error.cmd else "CMake found no way to build them"
     return f"{failed}, as its messages above say"
 
 

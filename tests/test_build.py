@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -183,6 +184,9 @@ def test_the_compiled_module_has_kernels_or_the_reason() -> None:
         assert "CS_KERNELS_CUDA=1" in _C.without_cuda
 
 
+OLD = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
 def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs setup.py where CMake fails, in a copy of what it reads."""
     root = Path(cuda_decision.__file__).parents[1]
@@ -195,6 +199,10 @@ def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
     cmake.parent.mkdir()
     cmake.write_text("#!/bin/sh\necho 'no compiler' >&2\nexit 1\n")
     cmake.chmod(0o755)
+    (copy / "temp").mkdir()  # From before the checkout was moved.
+    (copy / "temp" / "CMakeCache.txt").write_text("CMAKE_CACHEFILE_DIR:INTERNAL=/elsewhere\n")
+    (copy / "lib" / "cs_kernels").mkdir(parents=True)
+    (copy / "lib" / "cs_kernels" / OLD).touch()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CS_KERNELS")}
     path = f"{cmake.parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
@@ -211,7 +219,7 @@ def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("variables", "status", "says"),
     [
-        ({}, 0, "cs_kernels has no compiled kernels: CMake found no working compiler"),
+        ({}, 0, "cs_kernels has no compiled kernels: CMake found no way to"),
         ({"CS_KERNELS_NATIVE": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
         ({"CS_KERNELS_CUDA": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
         ({"CS_KERNELS_NATIVE": "0"}, 0, ""),
@@ -228,3 +236,5 @@ def test_a_build_without_a_compiler(
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert ("no compiler" in done.stderr) == ("CMake" in says)
+    left = [path.name for path in tmp_path.rglob("*") if path.name in ("CMakeCache.txt", OLD)]
+    assert not left or "CMake" not in says

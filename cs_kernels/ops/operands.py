@@ -7,6 +7,7 @@ layout are copied.
 import importlib
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from struct import pack, unpack
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -40,7 +41,10 @@ try:
 except ImportError as error:
     unavailable = f"cs_kernels._C cannot be imported: {error}"
     if isinstance(error, ModuleNotFoundError):
-        unavailable += " (it was not compiled; an install with CS_KERNELS_NATIVE=1 shows why)"
+        sources = Path(__file__).parents[2]
+        unavailable += " (it was not compiled; an install with CS_KERNELS_NATIVE=1 shows why"
+        in_sources = (sources / "setup.py").exists()
+        unavailable += f"; outside {sources}, an installed package is used)" if in_sources else ")"
 else:
     from cs_kernels import _C
 
