@@ -159,27 +159,32 @@ HELPS = {
         {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
         {"Sum+steps": "three times the steps"},
     ),
-    "two digits, one loss times 0.1, accuracy in %": (
+    "two digits, one loss multiplied by 0.1, accuracy in %": (
         ("digits", "unequal/", "mean %"),
         {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
         {"Sum+steps": "twice the steps"},
     ),
-    "boxes and pixels on a pretrained network, mean IoU in %": (
+    "a pretrained network finds boxes, average precision in %": (
+        ("finetune", "", "boxes: AP %↑"),
+        {"UPGrad": "UPGrad", "PCGrad": "PCGrad"},
+        {"Sum+steps": "twice the steps"},
+    ),
+    "the same network labels pixels, mean IoU in %": (
         ("finetune", "", "pixels: mIoU %↑"),
         {"UPGrad": "UPGrad", "PCGrad": "PCGrad"},
         {"Sum+steps": "twice the steps"},
     ),
-    "a survey with missing labels, gain over single tasks in %": (
+    "a survey with missing labels, gain over single-task networks in %": (
         ("tabular", "", "Delta m in %"),
         {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
         {"Sum+UncertaintyWeights": "learned weights"},
     ),
-    "the Helmholtz equation, error in %": (
+    "the Helmholtz equation, error in %, lower is better": (
         ("pinn", "helmholtz/", "relative L2 error, %↓"),
         {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
         {"tuned weights": "tuned weights"},
     ),
-    "unlearning one text, loss of a text to keep (1.25 before)": (
+    "unlearning one text, loss of a text to keep (1.25 before), lower is better": (
         ("protect", "ascent/", "documentation"),
         {"Protect": "Protect", "SAGO": "SAGO"},
         {"Sum, times 10": "ten times the loss to keep, three times the steps,"},
@@ -200,14 +205,19 @@ def trainings() -> str:
         values = {line[0]: line[lines[0].index(column)] for line in lines}
         cells = [", ".join(f"{w} {values[prefix + n]}" for n, w in way.items()) for way in ways]
         rows.append([problem, values[f"{prefix}Sum"], *cells])
-    header = ["trained on", "plain sum", "with surgery", "plain sum, with"]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 4, *rows))
+    header = ["trained on", "plain sum", "with surgery", "plain sum with more steps or weights"]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 4, *rows))
+    text = re.sub(r"(\d)-(\d)", r"\1 to \2", text)
+    return text.replace(" ± ", "\u00a0±\u00a0")  # A number does not wrap.
 
 
 def contents(name: str) -> list[str]:
     """A table, and the sources of its records."""
     if name == "helps":
-        note = "Five seeds: means ± half of the 95 % interval, or a median (least-greatest)."
+        note = (
+            "Five seeds: means ± half of the 95 % interval, or a median (minimum to maximum). Where"
+            " losses share a forward pass, a step with surgery costs (1 + 2K) / 3 plain steps."
+        )
         return [trainings(), f"{note} Records: `examples/results/uses`."]
     several = {
         "summary": [("phase2",), ("methods",)],
