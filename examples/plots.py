@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-DEMO = "The demo's network"
+DEMO = "One photograph, one seed"
 
 
 def _epochs(ax: Axes) -> None:
