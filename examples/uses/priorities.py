@@ -155,7 +155,8 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
             for ax, norm in zip(of_part, NORMS, strict=True):
                 draw_gains(ax, {kind: gains(f"{name}/{norm}", kind) for kind in ROWS})
                 ax.set_title(f"{norm}\n{name} losses")
-        figure.supxlabel("accuracy less that of Sum in percentage points, with 95 % intervals")
+        label = "accuracy less that of Sum in percentage points, with 95 % intervals"
+        figure.supxlabel(label, fontsize=11)
         return figure
 
     style.save(folder / "priorities.svg", picture)
