@@ -80,7 +80,8 @@ def _expected(name: str) -> list[list[float]]:
 def test_markers_are_at_the_means_of_the_tables(name: str, look: str) -> None:
     picture = (RESULTS / f"{name}{look}.svg").read_text().partition('id="legend_1"')[0]
     panels = picture.split('id="axes_')[1:]
-    marker = r'<use xlink:href="#\w+" x="([\d.]+)" y="[\d.]+" style="fill: (#\w+); stroke: \2(?:; stroke-linejoin: miter)?"'
+    position = r'<use xlink:href="#\w+" x="([\d.]+)" y="[\d.]+" style="'
+    marker = position + r'fill: (#\w+); stroke: \2(?:; stroke-linejoin: miter)?"'
     for panel, values in zip(panels, _expected(name), strict=True):
         drawn_at = [float(x) for x, _ in re.findall(marker, panel)]
         line = np.stack([drawn_at, np.ones(len(drawn_at))], 1)
