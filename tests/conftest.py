@@ -135,7 +135,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Ranks]]:
-    """Rank processes by their number, started once per session."""
+    """Pools of rank processes by size, each started once per session."""
     started: dict[int, Ranks] = {}
 
     def pool(size: int) -> Ranks:

@@ -1,8 +1,8 @@
-"""Calls every operator with random valid and invalid arguments, against the reference.
+"""Compares every operator with the reference, for random valid and invalid arguments.
 
 A call must raise on both backends, or succeed on both and agree. No call may crash, or raise an
-exception that only a bug raises. `make fuzz` runs this under the sanitizers; tests/test_fuzz.py has
-a few cases.
+exception that only a bug raises. `make fuzz` runs this under the sanitizers; tests/test_fuzz.py
+runs a few cases.
 """
 
 import argparse
@@ -384,7 +384,7 @@ def under_a_mode(draw: Draw, name: str, arguments: list[Any]) -> None:
 
 
 def run_case(seed: int, backend: str) -> tuple[str, str]:
-    """Makes the call of a seed; returns the operator and how it ended.
+    """Makes the call that a seed determines; returns the operator and the outcome.
 
     Raises:
         AssertionError: The backend and the reference disagree.
@@ -398,7 +398,7 @@ def run_case(seed: int, backend: str) -> tuple[str, str]:
         return name, "under a mode"
     ours, theirs = copied(arguments), copied(arguments)
     found = outcome(name, ours, backend)
-    if any(x in (100, 1000) for x in tree_leaves(ours) if isinstance(x, int)):  # a number of tasks
+    if any(x in (100, 1000) for x in tree_leaves(ours) if isinstance(x, int)):  # many tasks
         return name, "without the reference"
     expected = outcome(name, theirs, "reference")
     failed = isinstance(found, Exception)

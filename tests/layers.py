@@ -53,7 +53,7 @@ def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """The shape of a weight and where its output channels are."""
+    """The shape of a weight, and the dimension and groups of its output channels."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Selects the cases of a product of parameters that run by default."""
+"""Selects the cases of a parameter product that run by default."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
                 products[name, item.callspec.params.get("backend"), width].append(item)
     for (*_, width), cases in products.items():
         params = [{**item.callspec.params, "backend": None} for item in cases]
-        # A product repeats each value as the same object.
+        # A product repeats each value as the same object, so ids identify values.
         chosen = covering([tuple(map(id, of_case.values())) for of_case in params], width)
         result |= {*cases} - {cases[n] for n in chosen}
     return result

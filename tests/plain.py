@@ -12,20 +12,20 @@ from torch import Tensor
 
 
 def rows(tensor: Tensor, kind: Kind) -> Tensor:
-    """[O, fan-in], channel by channel."""
+    """The tensor as [O, fan-in], with one row per output channel."""
     if kind.out_channel_dim == 0:
         return tensor.flatten(1)
     return torch.cat([part.transpose(0, 1).flatten(1) for part in tensor.chunk(kind.groups)])
 
 
 def strength(weight: Tensor, gamma: Tensor, var: Tensor, eps: list[float], kind: Kind) -> Tensor:
-    """Eq. (6) with Eq. (4)."""
+    """Connection strengths, Eq. (6) with Eq. (4)."""
     energy = (rows(weight, kind) ** 2).sum(1) / prod(kind.shape[2:])
     return torch.stack([gamma[i] ** 2 / (var[i] + eps[i]) * energy for i in range(len(gamma))])
 
 
 def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
-    """Algorithm 1, Phase 2, with one replacement after the other as in the paper: [O, fan-in]."""
+    """Algorithm 1, Phase 2, with sequential replacements as in the paper; returns [O, fan-in]."""
     modified = [rows(g, kind).clone() for g in grads]
     for i in range(len(grads)):
         group = priority == i
@@ -40,7 +40,7 @@ def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
 
 
 def closed_form_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
-    """The same update as sum_j G_j + a_i G_i, the form that kernels compute."""
+    """The same update in the form that kernels compute, sum_j G_j + a_i G_i."""
     matrices = torch.stack([rows(g, kind) for g in grads])
     total = matrices.sum(0)
     for i, g_i in enumerate(matrices):

@@ -1,4 +1,4 @@
-"""A training loop in plain torch, with which recipes are compared; it does not use the package.
+"""A training loop in plain torch, without the package; recipes are compared with it.
 
 Each task has its own network, with torch's batch normalization. All other parameters are shared
 tensors.
@@ -38,10 +38,10 @@ def _added(grads: Sequence[Gradients]) -> Gradients:
 
 
 class PlainTraining:
-    """One network per task, and both phases.
+    """Training with one network per task, in Phases 1 and 2.
 
-    `prioritized` selects Phase 2: layers and their normalizations for connection strength, an empty
-    dict for PCGrad, None for the sum.
+    `prioritized` selects the update in Phase 2: a dict from layers to their normalizations for
+    connection strength, an empty dict for PCGrad, None for the sum.
     """
 
     def __init__(
@@ -165,6 +165,6 @@ class PlainTraining:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of two state dicts, which must have the same entries."""
+    """The largest difference between two state dicts, which must have the same entries."""
     assert found.keys() == expected.keys()
     return max((found[name] - expected[name]).abs().max().item() for name in expected)

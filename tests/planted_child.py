@@ -1,4 +1,4 @@
-"""Checks with a fault in `gramian`: `python planted_child.py FAULT BACKEND DEVICE NAME...`."""
+"""Checks with a faulty `gramian`: `python planted_child.py FAULT BACKEND DEVICE NAME...`."""
 
 import ctypes
 import os

@@ -49,7 +49,7 @@ def optimizer_on_ranks(
     lr: float = 0.1,
     **options: Any,
 ) -> cs.MultiTaskOptimizer:
-    """An optimizer of a trunk that all ranks replicate; without ranks, of one process."""
+    """An optimizer of a trunk that all ranks replicate; works in a single process, too."""
     options = {"process_group": dist.group.WORLD, **options}
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, *heads, lr=lr), tasks, *arguments, **options)
 
@@ -107,7 +107,7 @@ class Network:
     def start(
         self, method: cs.Method, schedule: cs.Schedule | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        # The default on a GPU, foreach, does not mix sharded and whole tensors.
+        # foreach, the default on a GPU, refuses a mix of sharded and whole tensors.
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9, foreach=False)
         given = self.trunk, self.optimizer, TASKS, method, schedule
         self.opt = cs.MultiTaskOptimizer(*given, **self.options, **options)
@@ -174,7 +174,7 @@ def assert_near(found: Any, expected: Any, rtol: float = 1e-6) -> None:
 def assert_trains_as_one_process(
     pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
 ) -> None:
-    """A case: the function that trains, how it distributes its network, the number of ranks."""
+    """`case` is a training function, how it distributes its network, and the number of ranks."""
     train, kind, size = case
     found = pools(size).agreed(train, size, kind, method)
     assert_near(found, on_its_device(0, train, size, "alone", method))
@@ -187,10 +187,10 @@ def names_of(cases: Iterable[tuple[Callable[..., Any], str, int]]) -> list[str]:
 def on_ranks(
     size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of a function that must return the same bits on every rank.
+    """Turns a function into a test that it returns the same bits on every rank.
 
-    With `alone`, a single process must return nearly the same, with these arguments in place of the
-    ranks'.
+    With `alone`, a single process must return nearly the same; `alone` replaces some of the ranks'
+    arguments.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -213,7 +213,7 @@ def on_ranks(
 
 
 class Sent(TorchDispatchMode):
-    """Counts collectives on tensors and their elements by name, and the hosts' messages."""
+    """Counts tensor collectives and their elements by name, and messages between hosts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class BrokenError(Exception):
 
 
 class Dense(nn.Module):
-    """A trunk without normalization and heads in one module, and a layer that no task reaches."""
+    """A module with a trunk without normalization, heads, and a layer that no task reaches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class _Tape(TorchDispatchMode):
         return new
 
     def undo(self) -> None:
-        """Restores what was written, and fills what was allocated with NaN."""
+        """Restores overwritten memory, and fills newly allocated memory with NaN."""
         for content, before in self._before:
             content.copy_(before)
         for content in self._new:

@@ -1,10 +1,10 @@
-"""Hashes of 1,600 short trainings: a change of the code alone keeps every bit.
+"""Hashes 1,600 short trainings, to check that a refactoring keeps every bit.
 
     python tests/same_bits.py before.json  # Then change the code.
     python tests/same_bits.py after.json before.json
 
 The second call lists the trainings that differ. Bits depend on the machine and on the version of
-torch, so hashes are not kept in the tree.
+torch, so the repository contains no hashes.
 """
 
 import hashlib

@@ -156,7 +156,7 @@ def scenes(begins: Callable[[Any], Iterable[str] | None] = lambda network: None)
 
 
 def checkpointed(reentrant: bool, *parts: nn.Module) -> nn.Module:
-    """Recomputes its parts in the backward pass."""
+    """A module that recomputes its parts in the backward pass."""
 
     def run(trunk: Any, x: Tensor) -> Tensor:
         for part in trunk.parts:

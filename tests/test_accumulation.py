@@ -64,7 +64,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
             opt.backward(losses, update=n == parts)
             if n < parts:
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
-                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1: a mark.
+                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1 holds a mark.
         assert opt.state_dict()["steps"] == 1
     assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
@@ -239,7 +239,7 @@ class WithoutHooks(Old):
 
 
 def test_an_update_that_one_optimizer_without_hooks_has_not_used() -> None:
-    """Versions of parameters show its steps."""
+    """The parameters' version counters reveal the optimizer's steps."""
     model, loss, *_ = problem()
     optimizer = WithoutHooks([*model.trunk.parameters(), *model.heads.parameters()])
     opt = cs.MultiTaskOptimizer(model.trunk, optimizer, AB, cs.PCGrad())
@@ -253,7 +253,7 @@ def test_an_update_that_one_optimizer_without_hooks_has_not_used() -> None:
 
 @pytest.mark.parametrize("kind", [Old, OldWithHooks])
 def test_an_optimizer_that_writes_behind_versions(kind: Any) -> None:
-    """Its steps cannot be detected, but the loop must train on."""
+    """The optimizer's steps cannot be detected, but the loop must be able to continue."""
     model, loss, *_ = problem()
     optimizers = [kind([*model.trunk.parameters()]), sgd_of(model.heads)]
     opt = cs.MultiTaskOptimizer(model.trunk, optimizers, AB, cs.PCGrad())
@@ -310,7 +310,7 @@ def test_a_failed_micro_batch_ends_the_update(
 def test_every_gradient_must_stay_unchanged(
     method: cs.Method, change: Callable[[Whole], object]
 ) -> None:
-    """Heads' gradients count too, as do methods that keep no rows."""
+    """Applies to the heads' gradients too, and to methods that keep no rows."""
     loop = Loop(method).play("w")
     change(loop.model)
     match = "must stay unchanged until the update.*clip, unscale or add"

@@ -54,7 +54,7 @@ for _ in range(int(sys.argv[3])):
 
 @pytest.mark.parametrize("way", ["atomic", "plain"])
 def test_a_kill_at_a_random_moment_leaves_a_readable_file(way: str, tmp_path: Path) -> None:
-    """`torch.save` to a path leaves unreadable files, which shows that kills hit writes."""
+    """`torch.save` to a path leaves unreadable files, so some kills do occur during writes."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a.pt"), way, str(KILLS)]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -68,7 +68,7 @@ def test_a_kill_at_a_random_moment_leaves_a_readable_file(way: str, tmp_path: Pa
 def test_the_disk_has_the_file_before_its_name_and_the_name_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Even a power failure then leaves a whole file."""
+    """With this order, even a power failure leaves a complete file."""
     path, done = tmp_path / "a", []
     (tmp_path / "a.new").write_bytes(b"longer than the new one")  # Left by a killed process.
     real = os.fsync

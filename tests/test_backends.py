@@ -1,4 +1,4 @@
-"""The choice of a backend; the compiled one with forks, threads and other sources."""
+"""The choice of a backend, and the compiled module with forks, threads and changed sources."""
 
 import json
 import multiprocessing
@@ -149,7 +149,7 @@ for _ in range(2):
 
 
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like Apple's GPUs: every way in raises before anything is computed."""
+    """Every entry point raises before it computes anything; Apple's GPUs are such devices."""
 
     class WithoutFloat64(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -214,7 +214,7 @@ def test_every_instruction_set_agrees() -> None:
 
 @pytest.mark.slow
 def test_the_baseline_has_the_same_bits_everywhere() -> None:
-    """These are the bits on x86-64; Arm's are equal."""
+    """The expected hashes are from x86-64; Arm gives the same ones."""
     name, found = json.loads(_output(_BITS, CS_KERNELS_CPU_ISA="baseline"))
     assert name == "baseline"
     assert found == {
@@ -237,7 +237,7 @@ def test_the_baseline_has_the_same_bits_everywhere() -> None:
 
 
 def test_after_fork(projection: tuple[Tensor, Tensor, Tensor]) -> None:
-    """A data loader's workers are forks, too, in which torch uses one thread."""
+    """A data loader's workers are forked processes, too; torch uses one thread in them."""
     grads, priority, expected = projection
     update = torch.empty_like(expected).share_memory_()
 
@@ -264,7 +264,7 @@ def test_callers_on_several_threads(projection: tuple[Tensor, Tensor, Tensor]) -
 
 
 def test_two_networks_on_two_threads() -> None:
-    """Each has the bits of a training alone."""
+    """Each gets the same bits as when it trains alone."""
 
     def train(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -344,7 +344,7 @@ def test_a_backend_has_every_operator(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_module_of_other_sources_is_refused() -> None:
-    """It happens after an update of the package without a build."""
+    """Such a module remains after an update of the package without a rebuild."""
     program = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("cs_kernels._C", {_C.__file__!r})
@@ -360,6 +360,6 @@ import cs_kernels
 
 @pytest.mark.slow
 def test_triton_is_imported_when_it_is_needed() -> None:
-    """Its import takes longer than ours."""
+    """Importing Triton takes longer than importing the package."""
     program = "import sys, cs_kernels; sys.exit('cs_kernels.ops.triton' in sys.modules)"
     assert _run(program).returncode == 0

@@ -494,7 +494,7 @@ def test_kernels_touch_no_wrong_memory(backend: str, call: tuple[Any, ...], mess
 def test_layouts_leave_no_element_unwritten(
     backend: str, dim: int, groups: int, message: str
 ) -> None:
-    """Such layouts have too few channels for the tensor, or overflow their number."""
+    """Such layouts have too few channels for the tensor, or their number of channels overflows."""
     updates, grads, tensor = [zeros(4, 3)], [ones(4, 3)] * 2, ones(4, 3)
     rows = (groups * 3) % 2**64 if dim == 1 and groups > 0 else 4
     priorities, statistics = [zeros(rows if rows < 99 else 2).long()], [ones(2, 4)] * 2

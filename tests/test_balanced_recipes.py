@@ -51,7 +51,7 @@ class PlainBalance:
         self.conflicts = 0
 
     def step(self, micro_batches: Sequence[tuple[str, Any, Any]], parts: int = 1) -> None:
-        """Divides each loss by the number of parts."""
+        """Makes a step, with each loss divided by the number of parts."""
         parameters = [*self.network.parameters()]
         grads: dict[str, list[Tensor]] = {}
         for task, *batch in micro_batches:

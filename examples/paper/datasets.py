@@ -1,6 +1,6 @@
 """NYUD-v2, PASCAL-Context and Cityscapes in the layouts of their multi-task archives.
 
-The archives are described by the repositories that `SOURCES` names:
+The repositories in `SOURCES` describe the archives:
 
 - NYUD_MT/: images/{id}.jpg, segmentation/{id}.png, depth/{id}.npy, normals/{id}.npy, edge/{id}.npy,
   gt_sets/{train,val}.txt;
@@ -62,9 +62,9 @@ PARTS = {part: group for group, parts in enumerate(_GROUPS, 1) for part in parts
 
 CONTEXT_CLASSES = 459
 
-# The classes of PASCAL-Context whose names are classes of NYUD too, without "unknown", and
-# tvmonitor: data/db_info/{context,nyu}_classes.json in the repository of the archive. A network
-# trained on NYUD predicted the normals, so they count on these classes only.
+# The classes of PASCAL-Context whose names NYUD has too, except "unknown", plus tvmonitor; from
+# data/db_info/{context,nyu}_classes.json in the archive's repository. The normals were predicted by
+# a network trained on NYUD, so they are valid for these classes only.
 # fmt: off
 NORMALS_CLASSES = (
     3, 4, 6, 9, 10, 11, 13, 15, 17, 18, 22, 23, 29, 30, 33, 34, 36, 37, 38, 39, 41, 43, 46, 49,
@@ -82,7 +82,7 @@ NORMALS_CLASSES = (
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a picture that is sampled, in pixels of the file, and how much it is enlarged."""
+    """The sampled region of a picture, in pixels of the file, and its magnification."""
 
     top: float
     left: float
@@ -92,11 +92,11 @@ class Window:
 
 
 def nearest(start: float, length: float, out: int, limit: int) -> np.ndarray:
-    """The indices of the pixels that contain the centres of `out` equal parts, int64 [out].
+    """The indices of the pixels that contain the centres of `out` equal intervals, int64 [out].
 
     Args:
-        start: Where the sampled part begins, in pixels.
-        length: The length of the sampled part, in pixels.
+        start: The start of the sampled interval, in pixels.
+        length: The length of the sampled interval, in pixels.
         out: The number of indices.
         limit: The number of pixels.
 
@@ -122,11 +122,11 @@ def _interpolated(
 
 
 class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
-    """Pictures with a target for each task; `open_dataset` makes one.
+    """Pictures with a target for each task; create one with `open_dataset`.
 
-    An item has "picture", float32 [3, H, W], and for each task its target as `paper.tasks.Task`
-    says, with 255 where it is unknown. Depth that is known is below 255 in every file; a larger
-    value is refused.
+    An item contains "picture", float32 [3, H, W], and each task's target in the format of
+    `paper.tasks.Task`, with 255 where the target is unknown. A file with a known depth of 255 or
+    more is refused.
 
     Attributes:
         names: The id of each picture.
@@ -147,15 +147,15 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         self.size = SIZES[self.name] if size is None else (size[0], size[1])
         self.augment = augment
         self.seed = seed
-        # Workers that persist have a copy of everything but shared memory.
+        # In shared memory, since persistent workers hold copies of everything else.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._require(self.folder)
         self.names: list[str] = self._find()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the augmentation, before its first batch is asked for.
+        """Set the epoch of the augmentation; call this before requesting the epoch's first batch.
 
-        It reaches the workers of a DataLoader, persistent ones too.
+        A DataLoader's workers see the new epoch too, even persistent ones.
         """
         self._epoch.fill_(epoch)
 
@@ -190,7 +190,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         """A picture, float32 [H, W, 3] in [0, 1], and its targets: [H, W], normals [H, W, 3]."""
 
     def _window(self, scale: float, height: int, width: int, draws: np.random.Generator) -> Window:
-        """A zoom about the centre, as the paper has it for NYUD and PASCAL alike.
+        """A zoom about the centre, as in the paper for both NYUD and PASCAL.
 
         The published code of MTI-Net rotates PASCAL by up to 20 degrees and scales it by a factor
         in [0.75, 1.25] instead.
@@ -218,7 +218,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
     def _sample(
         self, picture: np.ndarray, arrays: dict[str, np.ndarray], window: Window, flip: bool
     ) -> dict[str, Tensor]:
-        """The window at the item's size: one resampling for the zoom and the resizing together."""
+        """Zooms and resizes the window to the item's size, in a single resampling."""
         height, width = picture.shape[:2]
         whole = window == Window(0, 0, *self.size)
         rows = nearest(window.top, window.height, self.size[0], height)
@@ -248,7 +248,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
                     maps = torch.from_numpy(vectors.transpose(2, 0, 1).astype(np.float32))
                     target = _interpolated(maps, window, self.size, "bilinear")
                     length = target.norm(dim=0)
-                    known &= length > 1e-6  # Opposite normals leave no direction.
+                    known &= length > 1e-6  # Opposite normals cancel out.
                     target = target / length.clamp(min=1e-6)
                 if flip:
                     target = target * torch.tensor([-1.0, 1.0, 1.0]).reshape(3, 1, 1)
@@ -277,7 +277,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         return names
 
     def _files(self, folder: Path) -> set[str]:
-        """The names in a folder: one listing instead of a stat for each file."""
+        """The names of a folder's files, from one listing instead of a stat per file."""
         self._require(folder)
         with os.scandir(folder) as entries:
             return {entry.name for entry in entries}
@@ -313,7 +313,7 @@ class NYUD(MultiTaskDataset):
         path = self.folder / "segmentation" / f"{name}.png"
         labels = _whole_numbers(path, _load(path, _image), shape)
         _check_range(path, labels, 0, self.tasks["semseg"].channels)
-        # 0 is no class.
+        # Label 0 means no class.
         semseg = np.where(labels == 0, IGNORE, labels - 1)
 
         path = self.folder / "depth" / f"{name}.npy"
@@ -323,7 +323,7 @@ class NYUD(MultiTaskDataset):
         normals = _floats(path, _load(path, np.load), (*shape, 3))
         _check_range(path, normals, -1.001, 1.001)
 
-        # The published loss takes an edge for one from 0.5 on.
+        # The published loss counts a value of 0.5 or more as an edge.
         path = self.folder / "edge" / f"{name}.npy"
         edge = _load(path, np.load)
         _check_shape(path, edge, shape)
@@ -380,7 +380,7 @@ class PASCAL(MultiTaskDataset):
         path = self.folder / "pascal-context" / "trainval" / f"{name}.mat"
         labels = _whole_numbers(path, _load(path, lambda file: loadmat(file)["LabelMap"]), shape)
         _check_range(path, labels, 0, CONTEXT_CLASSES)
-        # The 3 x 3 Laplacian with 4 in the middle, and the border pixel not repeated.
+        # The 3 x 3 Laplacian with 4 neighbours; mirroring does not repeat the border pixel.
         edge = thin(ndimage.laplace(labels.astype(np.float64), mode="mirror") != 0)
 
         path = self.folder / "normals_distill" / f"{name}.png"
@@ -407,19 +407,19 @@ class PASCAL(MultiTaskDataset):
         }
 
     def _finish(self, item: dict[str, Tensor]) -> dict[str, Tensor]:
-        # As in the published code: pictures without parts, also after the zoom, have no loss.
+        # As in the published code, a picture without human parts after the zoom has no loss.
         if not item["human_parts"].any():
             item["human_parts"].fill_(IGNORE)
         return super()._finish(item)
 
 
 class Cityscapes(MultiTaskDataset):
-    """Cityscapes with seven classes and inverse depth: 2975 and 500 pictures.
+    """Cityscapes, 7 classes and inverse depth: 2975 pictures to train on, 500 to evaluate on.
 
-    Its literature does not normalize the pictures, which are in [0, 1]. Augmentation is that of
+    The pictures are in [0, 1] and not normalized, as in the literature. The augmentation follows
     CAGrad's published code: a random crop of 1 / scale of each side, enlarged bilinearly, with
-    depth divided by the scale although it is inverse depth, and a flip. That code aligns the
-    corners of the crop; here the centres of the pixels are aligned, as for the other data sets.
+    depth divided by the scale although it is inverse depth, and a flip. Unlike that code, which
+    aligns the corners of the crop, this class aligns pixel centres, as for the other data sets.
     """
 
     name = "cityscapes"
@@ -459,7 +459,7 @@ class Cityscapes(MultiTaskDataset):
         _check_shape(path, depth, (*shape, 1))
         return picture.astype(np.float32).clip(0, 1), {
             "semseg": np.where(labels == -1, IGNORE, labels),
-            # As in the published code, only 0 is invalid; an inverse depth may be below it.
+            # As in the published code, only 0 is invalid; an inverse depth may be negative.
             "depth": _depth(path, depth[..., 0], shape, low=-1),
         }
 
@@ -501,7 +501,7 @@ def open_dataset(
 
     Raises:
         FileNotFoundError: A folder, the split's file, or a file of one of its pictures is missing.
-        ValueError: The name, split, size or seed is none of these, or the split is empty.
+        ValueError: The name, split, size or seed is invalid, or the split is empty.
 
     """
     if name not in DATASETS:
@@ -516,7 +516,7 @@ def open_dataset(
 
 
 def fingerprint(name: str, root: Path) -> str:
-    """A hash of the ids and picture sizes in bytes of both splits: other data have another one.
+    """A hash of both splits' picture ids and file sizes, which identifies the data.
 
     Raises:
         FileNotFoundError: As `open_dataset`.
@@ -557,7 +557,7 @@ def _parts(path: Path) -> list[tuple[np.ndarray, int]]:
     """The masks of human parts, bool [H, W], each with its group.
 
     The file has a structure `anno` (name, objects); an object has the fields class, class index,
-    mask and parts, a part has a name and a mask. Fields are read by position.
+    mask and parts; a part has a name and a mask. Fields are read by position.
     """
     parts = []
     for thing in loadmat(path)["anno"].ravel()[0][1].ravel():
@@ -572,7 +572,7 @@ def _parts(path: Path) -> list[tuple[np.ndarray, int]]:
 
 
 def _check_shape(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    # Published code resizes such labels; in these archives every label has its picture's size.
+    # Published code resizes such labels. In these archives, labels have their pictures' sizes.
     if array.shape != shape:
         raise ValueError(
             f"{path} has shape {list(array.shape)}, expected {list(shape)} for a picture of "
@@ -599,7 +599,7 @@ def _check_range(
 
 
 def _whole_numbers(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Labels as int64: Cityscapes has them in floating point too."""
+    """Labels as int64; files of Cityscapes contain floating-point labels."""
     _check_shape(path, array, shape)
     _check_dtype(path, array, "iuf")
     broken = array != np.floor(array)  # True for NaN.
@@ -615,7 +615,7 @@ def _floats(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _depth(path: Path, array: np.ndarray, shape: tuple[int, ...], low: float = 0) -> np.ndarray:
-    """Depth with 255 where the file has 0; a known depth of 255 or more would be taken for that."""
+    """Depth with 255 for 0, which means unknown; a known depth must be below 255."""
     depth = _floats(path, array, shape)
     _check_range(path, depth, low, np.nextafter(np.float32(IGNORE), np.float32(0)))
     return np.where(depth == 0, np.float32(IGNORE), depth)
