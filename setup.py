@@ -1,4 +1,4 @@
-"""Drives CMake: CMakeLists.txt has what to compile and how, pyproject.toml all else."""
+"""Builds with CMake: CMakeLists.txt defines the extension, pyproject.toml everything else."""
 
 import os
 import shutil
@@ -27,11 +27,11 @@ class CMakeBuild(build_ext):
     """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
 
     def run(self) -> None:
-        """Builds the extension; if this fails, the package is pure torch or, on request, none."""
+        """Builds the extension; on failure, falls back to pure torch or, if requested, exits."""
         try:
             super().run()
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
-            for ext in self.extensions:  # An earlier build's module is of other sources.
+            for ext in self.extensions:  # An earlier build's module would not match.
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             why = f"cs_kernels has no compiled kernels: {_why(error)}"
             if _CUDA or _REQUEST == "1":
@@ -44,7 +44,7 @@ class CMakeBuild(build_ext):
         import pybind11
 
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        # Given, it outlives this build: another one with the same options compiles nothing again.
+        # A given folder outlives this build, so a rebuild with the same options compiles nothing.
         build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
         cache = build / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_CACHEFILE_DIR:INTERNAL={build}\n" not in cache.read_text():
@@ -56,7 +56,7 @@ class CMakeBuild(build_ext):
             f"-S{_HERE}",
             f"-B{build}",
             "-GNinja",
-            # The folder may have been another Python's.
+            # The folder may have been configured for another Python.
             "-U*Python*",
             "-U*PYTHON*",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
@@ -81,7 +81,7 @@ def _why(error: Exception) -> str:
 setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    # Without an extension, the wheel is for every platform.
+    # Without an extension, the wheel runs on every platform.
     ext_modules=[] if _REQUEST == "0" else [Extension("cs_kernels._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -1,7 +1,7 @@
-"""Decides whether a build has the CUDA kernels, for setup.py.
+"""Decides whether a build includes the CUDA kernels, for setup.py.
 
-The module runs in an isolated build, which has only the standard library. It never imports torch or
-queries a GPU: only installed software counts.
+The module runs in an isolated build, which has only the standard library. It neither imports torch
+nor queries a GPU: the decision depends only on installed software.
 """
 
 import ast
@@ -25,7 +25,7 @@ class Torch:
     """An installed torch."""
 
     version: str | None
-    """None if torch's files do not say."""
+    """None if torch's version.py does not define it."""
     cuda: str | None
     """The version of CUDA that torch was built with; None for a CPU build."""
 

@@ -25,7 +25,7 @@ struct DataType {
   std::uint16_t lanes;
 };
 
-// The tensor owns the arrays.
+// The exporting tensor owns the arrays.
 struct Tensor {
   void* data;
   Device device;

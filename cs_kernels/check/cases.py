@@ -17,11 +17,11 @@ from cs_kernels.ops import backends
 from cs_kernels.ops.backends import use_backend
 
 K = 4
-"""Tasks."""
+"""The number of tasks."""
 _LAYERS = [((48, 40), 0, 1), ((24, 16, 3, 3), 0, 1), ((16, 12, 2, 2), 1, 4)]
 """The shape, output channel dimension and groups of each weight."""
 _VECTOR = (70_003,)
-"""The shape of a tensor without channel groups; its odd length spans many blocks."""
+"""The shape of a tensor without channel groups; its length is odd and spans many blocks."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """The largest allowed error of a result by dtype, relative to the largest magnitude in it. Float64
 products are accumulated from float32 sums, and bfloat16 projections are rounded twice."""
@@ -35,11 +35,11 @@ class WrongError(Exception):
 
 
 Check = Callable[[str], float]
-"""Takes a device type; returns the largest error over its limit, or a ratio of two times."""
+"""Takes a device type; returns the largest ratio of an error to its limit, or of two times."""
 
 
 def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """An operator's arguments on the CPU; updates are filled with NaN."""
+    """An operator's arguments on the CPU; updates that it does not read are filled with NaN."""
     torch.manual_seed(1)
     shapes = [shape for shape, _, _ in _LAYERS]
     dims, groups = [dim for _, dim, _ in _LAYERS], [groups for *_, groups in _LAYERS]

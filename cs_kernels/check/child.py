@@ -1,7 +1,7 @@
 """Runs checks in a separate process: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
 
 The process writes a line of JSON when it is ready, and one after each check. It ends after the
-first failure, because after an error on a GPU everything else fails.
+first failure, because an error on a GPU makes all later GPU work in the process fail.
 """
 
 import faulthandler

@@ -28,7 +28,7 @@ class Result:
     outcome: str
     """"ok", "wrong", "hang", "crash" or "not run"."""
     value: float | None = None
-    """The largest error over its limit, or a ratio of two times."""
+    """The largest ratio of an error to its limit, or of two times."""
     detail: str = ""
     seconds: float = 0.0
 
@@ -54,7 +54,7 @@ class _Child:
         return None
 
     async def end(self, sign: signal.Signals | None = None) -> int | None:
-        """The exit status; None if the process cannot be killed, such as inside a driver call."""
+        """Ends the process; returns its exit status, or None if a driver call keeps it alive."""
         for signal_to_send in (sign, signal.SIGKILL):
             if signal_to_send is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -105,7 +105,7 @@ async def examine(
 async def _outcomes(
     child: _Child, names: Sequence[str], seconds: float
 ) -> list[tuple[str, float | None, str, float]]:
-    """The results of one process until it ends: outcome, value, detail, seconds."""
+    """The results of one process until it ends, each as (outcome, value, detail, seconds)."""
     outcomes: list[tuple[str, float | None, str, float]] = []
     try:
         for number in range(len(names) + 1):
@@ -147,7 +147,7 @@ def run(
     bench: bool = False,
     command: Sequence[str] = CHILD,
 ) -> list[Result]:
-    """Runs all checks of these backends in parallel, then the times one after another."""
+    """Checks these backends in parallel; with `bench`, then times one backend after another."""
 
     async def run_all() -> list[Result]:
         by_backend = await asyncio.gather(

@@ -13,11 +13,11 @@ class DBMTL(GramianMethod):
     """Dual-balancing (Lin et al., 2023), without its moving average.
 
     The update is the sum of the gradients of the losses' logarithms, all scaled to the length of
-    the longest one. The losses are the weighted losses plus 1e-8. A negative loss has no logarithm
-    and makes all task weights NaN. Tasks with non-finite losses are ignored in the search for the
+    the longest one. A loss is the weighted loss plus 1e-8. A negative loss has no logarithm and
+    makes all task weights NaN. Tasks with non-finite losses are ignored in the search for the
     longest gradient. The weight of a task with a zero gradient is zero.
 
-    Parameters outside the trunk, such as heads', get the gradients of the losses themselves.
+    Parameters outside the trunk, such as a head's, get the gradients of the losses themselves.
 
     Args:
         groups: "all" or "layer".

@@ -84,7 +84,7 @@ class GradVac(GramianMethod):
         return weights
 
     def _averages(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """All moving averages, and the step's indices into them, or None for all of them."""
+        """All moving averages, and the step's indices into them; None selects all."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
         numbers = tuple(map(str, range(gramian.shape[:-2].numel())))
         layers = step.layers or (numbers if gramian.ndim > 2 else ("",))

@@ -137,7 +137,7 @@ class GramianMethod(Method):
             gramian_of,
             tasks,
         )
-        del grads  # Batched passes leave views, whose memory `assign` frees one by one.
+        del grads  # So that `assign` can free the views that batched passes leave.
         gradients.assign(parameters)
 
     def _repr(self, **options: object) -> str:

@@ -1,4 +1,4 @@
-"""Protect: projects the gradients of all other tasks off those of the protected tasks."""
+"""Protect: projects all other tasks' gradients off the protected tasks' gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -11,9 +11,9 @@ from cs_kernels.options import check_mapping, checked_integer
 from cs_kernels.step import Keeping, Step
 
 _SHORT = 1e-30
-"""The length of the constraints' gradients in a quadratic program, where the other one has 1."""
+"""The length of the constraints in a quadratic program that projects a gradient of length 1."""
 _DEPENDENT = 1e-12
-"""Eigenvalues of unit gradients' Gramian, relative to the largest one, that count as zero."""
+"""Up to this fraction of the largest, eigenvalues of the unit gradients' Gramian count as zero."""
 
 
 class Protect(GramianMethod):
@@ -22,35 +22,36 @@ class Protect(GramianMethod):
     The other tasks' gradients are added, and their sum is projected onto the vectors that conflict
     with no protected task's gradient. Without conflict, the sum is unchanged; in a conflict with
     one protected task, it loses its component along that task's gradient. The protected gradients
-    are added to the projection, unchanged: a conflict between two protected tasks stays.
+    are added to the projection, unchanged: a conflict between two protected tasks remains.
 
     This is the projection of GEM (Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual
     Learning", 2017), and, with one protected task, of A-GEM (Chaudhry et al., "Efficient Lifelong
     Learning with A-GEM", 2019) and SafeGrad (Yi et al., "Gradient Surgery for Safe LLM
     Fine-Tuning", 2025).
 
-    **Kept gradients.** With `refresh_every` above 1, a protected task needs a pass in only some of
-    the steps. In the steps between, `step(closure)` does not call its closure, and `backward` needs
-    no loss of it; `MultiTaskOptimizer.due_tasks` names the tasks that the next step computes. If
+    **Kept gradients.** With `refresh_every` above 1, a protected task needs a pass only in some
+    steps. In the steps between, `step(closure)` does not call the closure for this task, and
+    `backward` needs no loss for it; `MultiTaskOptimizer.due_tasks` names the next step's tasks. If
     `backward` gets a loss anyway, its gradient becomes the newest kept one. Kept gradients take
     `rank` times the memory of the shared parameters, or of their shards after `fully_shard`. They
-    are part of the state dict. A non-finite gradient is not kept. In the step after parameters were
-    frozen or unfrozen, a new gradient is computed; older ones of `rank` have no gradient for
-    parameters that did not train then.
+    are part of the state dict. A non-finite gradient is not kept. After parameters are frozen or
+    unfrozen, the next step computes a new gradient; with `rank`, older kept gradients have no
+    entries for parameters that were frozen when they were computed.
 
     Args:
-        *tasks: The protected tasks: those of level 0.
-        levels: More than two levels of priority: a level from 0 per task. The sum of a level's
-            gradients is projected off the gradients of all tasks of lower-numbered levels. A task
-            without a level comes after all levels that are named.
+        *tasks: The protected tasks, which have level 0.
+        levels: A level per task, counted from 0, for more than two levels of priority. The sum of
+            a level's gradients is projected off the gradients of all tasks in lower-numbered
+            levels. A task without a level comes after all given levels.
         constraint_only: Whether the gradients of level 0 only constrain the update, as in GEM and
             A-GEM, and are not added to it. Heads of these tasks still get their gradients.
-        refresh_every: A protected gradient is computed again after this many steps (of both phases)
-            and kept: in the steps between, it only constrains the update. See "Kept gradients".
-        rank: The number of gradients to keep per protected task, each of another batch. The other
-            tasks' sum then loses its whole component in the span of these gradients, whatever its
-            sign, as in OGPSA (arXiv 2602.07892); of gradients that agree to 1e-6, one counts.
-            Default: the projection above.
+        refresh_every: The interval, in steps of both phases, at which protected gradients are
+            computed anew. In the steps between, a kept gradient only constrains the update. See
+            "Kept gradients".
+        rank: The number of gradients to keep per protected task, each from a different batch. The
+            other tasks' sum then loses its whole component in the span of these gradients, whatever
+            its sign, as in OGPSA (arXiv 2602.07892); gradients that agree to within 1e-6 count
+            once. Default: the projection above.
         keep_on: "cpu" keeps gradients in page-locked host memory. Default: on their own device.
         groups: "all", or "layer" for separate projections in each layer.
         update_every: As in `GramianMethod`.
@@ -116,7 +117,7 @@ class Protect(GramianMethod):
                 )
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Checks that all named tasks exist, and that another level is left to be projected.
+        """Checks that all named tasks exist, and that at least one task is unprotected.
 
         Raises:
             ValueError: A named task does not exist, or all tasks are protected.
@@ -136,9 +137,10 @@ class Protect(GramianMethod):
         return [self.levels.get(task, last) for task in tasks]
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Task weights: 1, and more for a task that the projections have moved toward.
+        """The task weights: initially 1, plus the multiples that the projections add.
 
-        A kept gradient starts from 0. With `rank`, the weights of protected tasks may be negative.
+        The weights of kept gradients, and of protected tasks with `constraint_only`, are initially
+        0. With `rank`, the weights of protected tasks may be negative.
 
         Raises:
             ValueError: `step` is None.
@@ -177,7 +179,7 @@ class Protect(GramianMethod):
 
 
 def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
-    """The multiples of the gradients of `above` that remove the sum of `own` from their span."""
+    """The multiples of the `above` gradients that cancel the `own` sum's part in their span."""
     norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
     scaled = torch.where(norms > 0, 1 / norms, 0.0)
     rows = gramian[..., above, :] * scaled.unsqueeze(-1)
@@ -190,10 +192,11 @@ def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> li
 def _projection(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
     """The multiples of the gradients of `above` that project the sum of `own` onto their dual cone.
 
-    UPGrad's solver projects each of its gradients onto the dual cone of all. A projection is
-    proportional to the length of what is projected, and does not depend on the constraints'
-    lengths. With short constraints, UPGrad therefore gives the projection of the sum alone. The sum
-    is one of the constraints too, but its projection never conflicts with it.
+    UPGrad's solver projects each gradient onto the dual cone of all gradients, and returns the mean
+    of the projections. A projection is proportional to the length of the projected gradient, and
+    independent of the constraints' lengths. If the constraints are very short, only the projection
+    of the sum is significant. The sum is itself a constraint, but never conflicts with its own
+    projection.
     """
 
     def reduced(entries: Sequence[Tensor]) -> list[Tensor]:
@@ -208,6 +211,6 @@ def _projection(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> li
     products = products * scaled.unsqueeze(-1) * scaled.unsqueeze(-2)
     solved = torch.ops.cs_kernels.upgrad_weights(products) * (len(above) + 1)
     moved = solved[..., :-1] * scaled[..., :-1] * norms[..., -1:]
-    # UPGrad also projects the short constraints, which leaves about `_SHORT`.
+    # UPGrad also projects the short constraints, which adds residues of about `_SHORT`.
     moved = torch.where(solved[..., :-1] * _SHORT < _SHORT**0.5, 0.0, moved)
     return list(moved.unbind(-1))

@@ -17,7 +17,7 @@ class SAGO(Method):
     An element of the update is the sum of the other tasks' gradients if it has the sign of the
     protected gradient, or if the protected gradient is zero there; otherwise, it is the protected
     gradient (Xiao et al., "Modeling LLM Unlearning as an Asymmetric Two-Task Learning Problem",
-    2026). The other tasks' sum replaces the protected gradient, it is not added to it.
+    2026). The update never contains both the other tasks' sum and the protected gradient.
 
     Where the other tasks' sum is exactly zero, as for embeddings of tokens that are not in their
     batches, the authors' code leaves the element at zero; here, it is the protected gradient.
@@ -45,10 +45,11 @@ class SAGO(Method):
         self.task = task
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Checks that the protected task exists, and that there is another one.
+        """Checks that the protected task exists, and that there is another task.
 
         Raises:
-            ValueError: There is no such task, or no other one, or there are too many.
+            ValueError: The protected task does not exist, is the only task, or there are too many
+                tasks.
 
         """
         super().check(tasks)

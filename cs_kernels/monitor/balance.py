@@ -27,15 +27,15 @@ class BalanceReport:
     """The modules, with groups="layer"."""
     gramian: Tensor
     """Float64 [K, K] or [L, K, K]; the gradients' dot products, from each task's last norm and each
-    pair's last cosine; 0 for two tasks without a step in which both had a gradient."""
+    pair's last cosine; 0 for pairs that never both had a gradient in one step."""
     weights: Tensor
     """[K] or [L, K]; the task weights of the next step, 1 for a task without a gradient so far."""
     together: Tensor
-    """A bool tensor, shaped like `gramian`; tells whether both tasks had a gradient in a common
-    step. The gradients of all other pairs are assumed to be orthogonal."""
+    """Bool, shaped like `gramian`; whether both tasks had a gradient in at least one common step.
+    The gradients of all other pairs are assumed to be orthogonal."""
     finite: Tensor
-    """A bool scalar; tells whether the gradients of the last step were finite. If not, the step
-    changed neither products nor weights."""
+    """Bool scalar; whether the gradients of the last step were finite. If not, the step changed
+    neither products nor weights."""
     counts: Tensor
     """Int64 [K, K]; the number of steps in which two tasks' gradients, over all modules together,
     were in conflict."""
@@ -96,7 +96,7 @@ class BalanceReport:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)
         total = energies.sum(0)
-        # The modules' variances add up; a squared product is at most the product of its energies.
+        # The modules' variances add up; <x, y>^2 is at most the product of the energies.
         share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
         return replace(
             self,

@@ -35,8 +35,8 @@ class Conflicts:
     """Two gradients are in conflict if their cosine is below this value."""
     tasks: tuple[str, ...]
     names: tuple[str, ...]
-    """The parameters, or the modules after `by_module`, in the order of the trunk. A parameter that
-    only one task reaches is left out."""
+    """The parameters, or after `by_module` the modules, in the trunk's order. Parameters that only
+    one task reaches are left out."""
     gramians: Tensor
     """Float64 [P, K, K]; the dot products of the last joint step's gradients, without the loss
     scale of a scaler or of `backward=`; NaN where a task had no gradient or took no part."""
@@ -113,7 +113,7 @@ class _Masks(NamedTuple):
     reachable: Tensor
     """Int64; the indices of the parameters for which any task has a gradient."""
     pairs: Tensor
-    """Bool [R, K, K]; tells whether both tasks have a gradient."""
+    """Bool [R, K, K]; whether both tasks have a gradient."""
     distinct_pairs: Tensor
     """`pairs` without the diagonal."""
 
@@ -164,7 +164,7 @@ class ConflictCounter:
         self._measurement = step, gramians, pattern
 
     def count(self, step: Step) -> Callable[[], None]:
-        """Counts the conflicts of a joint step; when it is done, call the result to commit them."""
+        """Counts a joint step's conflicts; returns a function that commits them after the step."""
         measurement, self._measurement = self._measurement, None
         if measurement is None or measurement[0] is not step:
             return lambda: None
@@ -191,7 +191,7 @@ class ConflictCounter:
         return lambda: None
 
     def _commit(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        if not self._is_captured:  # After the torch optimizer's step, this must not fail.
+        if not self._is_captured:  # Assignments: nothing may fail after the optimizer's step.
             self._gramians, self._counts, self._steps = tensors
             return
         for tensor, value in zip(self.captured_state(), tensors, strict=True):
@@ -254,7 +254,7 @@ class ConflictCounter:
         return Conflicts(self.threshold, tasks, row_names, gramians, counts, steps, by_module)
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors; from now on, steps update them in place."""
+        """The tensors that steps change; from now on, steps update them in place."""
         self._is_captured = True
         return [self._gramians, self._counts, self._steps]
 
@@ -271,7 +271,8 @@ class ConflictCounter:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continues from a `state_dict`.
 
-        Counts start at zero for parameters that the state lacks, and for all if it is None.
+        Counts start at zero for parameters that the state lacks, and for all parameters if the
+        state is None.
 
         Raises:
             ValueError: The state has another threshold, unknown parameters or wrong shapes.

@@ -16,11 +16,11 @@ from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 
 _ZERO_CHECKS = 8
-"""The maximum number of joint steps to check for zero gradients, up to a conclusive one."""
+"""The maximum number of joint steps to check for zero gradients until one is conclusive."""
 
 
 class Monitor:
-    """The last step, and the conflict counts."""
+    """Stores the last step and the conflict counts."""
 
     def __init__(self) -> None:
         self.done: Done | None = None
@@ -36,7 +36,7 @@ class Monitor:
         return None if self.counter is None else self.counter.threshold
 
     def timer(self, device: torch.device, *, eager: bool) -> Elapsed:
-        """A timer of the surgery; on a GPU, it runs only after a report and never in a capture."""
+        """A timer of the surgery; on a GPU, idle until the first report and during a capture."""
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:

@@ -1,7 +1,7 @@
-"""Reports: what one training step did, for people who watch a training run.
+"""Reports on single training steps, for people who watch a training run.
 
-A step stores the few tensors from which its method made the update. A report computes all else on
-request and on the device, without host synchronization until a number is read.
+A step stores the few tensors from which its method made the update. A report computes everything
+else on request and on the device, without host synchronization until a number is read.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,11 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
-    """What one step did, made by `MultiTaskOptimizer.report`.
+    """A report on one step, made by `MultiTaskOptimizer.report`.
 
-    Gradients are of the weighted losses, without the loss scale of a scaler or of `backward=`; on
-    many ranks, they are means over the ranks. L is the number of layers, K the number of `rows`.
+    Gradients are computed from the weighted losses, without the loss scale of a scaler or of
+    `backward=`; on many ranks, they are means over the ranks. L is the number of layers, K the
+    number of `rows`.
     Tensors stay on the gradients' device: reading one synchronizes with the device, but making the
     report does not.
     """
@@ -53,11 +54,12 @@ class Report:
     weighted_losses: Mapping[str, Tensor]
     """By task, after weighting; empty without a weighting."""
     rows: tuple[str, ...] = ()
-    """The tasks in the order of the rows of all tensors below. Kept gradients follow: the task's
-    name for the newest one of a task that took no part, "task@12" for any other one, of step 12."""
+    """The tasks, in the order of the rows of all tensors below, followed by the kept gradients. The
+    newest kept gradient of a task that took no part has the task's name; any other one has a name
+    like "task@12", if step 12 computed it."""
     kept_from: Mapping[str, int] = field(default_factory=dict)
-    """`Protect` with kept gradients: by protected task that took no part, the step, counted like
-    `step`, that computed its newest gradient."""
+    """`Protect` with kept gradients: for each protected task that took no part, the step that
+    computed its newest gradient, counted like `step`."""
     layers: tuple[str, ...] = ()
     """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
     for groups="layer"; empty if the tensors describe the whole trunk."""
@@ -110,7 +112,7 @@ class Report:
 
     @cached_property
     def conflicts(self) -> Tensor | None:
-        """Bool; entry [i, j] tells whether task j's gradient conflicts with task i's.
+        """Bool; entry [i, j] is True if task j's gradient conflicts with task i's.
 
         `ConnectionStrength`: [L, K, K], over the channel group CG_i of each layer, because only
         conflicts there cause projections. Gramian methods: `gramian < 0`.

@@ -11,7 +11,7 @@ from cs_kernels.step import Step
 
 
 def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
-    """Warns if a loss has only zero gradients for parameters that one other task trains.
+    """Warns if a task has only zero gradients for parameters that exactly one other task trains.
 
     The idiom `loss + 0 * sum(all parameters)` causes such gradients in all heads. The check reads
     the gradients once and synchronizes with the device.

@@ -192,7 +192,7 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
 
     Raises:
         ValueError: The trunk has no task-specific normalization, a normalization lacks the task,
-            all of the task's are frozen, or the loader yields nothing.
+            all of the task's normalizations are frozen, or the loader yields nothing.
 
             After any exception, the statistics are unchanged.
 

@@ -32,7 +32,7 @@ def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaskBatchNorm(nn.Module):
-    """One normalization per task, in a child module named after it; only the active one runs.
+    """One normalization per task, in a child module with the task's name; the active one runs.
 
     The children are ordinary torch modules, each with its own weight, bias and statistics: the
     state dict has `bn1.depth.weight`, and one task's normalization can be frozen or inspected as in
@@ -202,7 +202,7 @@ def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 
 def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    """`task_norms`, or ValueError if there are none."""
+    """`task_norms`; raises ValueError if there are none."""
     norms = task_norms(module)
     if not norms:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.cs_kernels.*`: every schema next to its fake.
+"""The operators `torch.ops.cs_kernels.*`: each schema next to its fake implementation.
 
 Each operator runs on the backend selected for the device of its tensors (`backends.py`). The
 reference backend defines the results; the other backends match it up to rounding. No operator is
@@ -38,7 +38,7 @@ _library = torch.library.Library("cs_kernels", "DEF")
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
-    """Defines an operator; the decorated function is its fake."""
+    """Defines an operator; the decorated function is its fake implementation."""
     name = schema.partition("(")[0]
     backends.OPERATORS.append(name)
 
@@ -204,8 +204,8 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 def _(*_: object) -> None:
     """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K].
 
-    With a protected task, where the sum does not have the sign of the protected gradient, that
-    gradient's element replaces it, unless it is zero.
+    With a protected task, an element of the sum that does not have the sign of the protected
+    gradient's element is replaced by that element, unless that element is zero.
     """
 
 
@@ -221,8 +221,8 @@ def _(*_: object) -> None:
     kernels read from device memory, so every replay of a CUDA graph draws anew.
 
     Indices count up from a tensor's offset in memory order. Without offsets, each tensor's indices
-    continue after the previous tensor's. A process that holds shards passes the index of each
-    shard's first element in the full tensor.
+    continue after the previous tensor's. With shards, the offset of a shard is the index of its
+    first element among the elements of the full tensors.
     """
 
 

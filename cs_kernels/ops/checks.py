@@ -17,7 +17,7 @@ MOST_TASKS = 64
 """The limit of the Gramian kernels and solvers, on every device."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
-"""Limits on a sketch's number of bins: a Triton program has 256, and bin numbers have 32 bits."""
+"""Limits on a sketch's number of bins: a Triton program owns 256, and bin indices have 32 bits."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The supported dtypes, in the order of the kernels' type numbers."""
@@ -55,7 +55,7 @@ def check_device(tensor: Tensor, device: torch.device | None, name: str) -> None
 
 @cache
 def _without_float64(device_type: str) -> str | None:
-    """Torch's message on a type of device that has no float64, else None."""
+    """Torch's error message if a device type has no float64, else None."""
     try:
         torch.empty(0, dtype=torch.float64, device=device_type)
     except (TypeError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def _without_float64(device_type: str) -> str | None:
 
 
 def check_float64(device: torch.device, name: str) -> None:
-    """Raises on a device without float64, in which task weights are computed."""
+    """Raises ValueError on a device without float64, the type in which weights are computed."""
     why = _without_float64(device.type)
     if why is not None:
         raise ValueError(
@@ -82,7 +82,7 @@ def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the address is a multiple of the item size; `torch.frombuffer` takes any address."""
+    """Whether the address is a multiple of the item size, as `torch.frombuffer` does not ensure."""
     return tensor.data_ptr() % tensor.itemsize == 0
 
 
@@ -129,7 +129,7 @@ def check_grad_count(updates: Tensors, grads: Grads, tasks: int) -> None:
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
-    """Returns one gradient per tensor; an empty tensor if no task has one.
+    """Returns one gradient per tensor, or an empty tensor if no task has one.
 
     Raises:
         ValueError: All gradients are missing.

@@ -104,7 +104,7 @@ def address_of(tensor: Tensor | None) -> int:
 
 
 def misfits(tensors: Grads, likes: Tensors) -> list[int]:
-    """The indices of tensors that are None or whose memory layout differs from `likes`."""
+    """The indices of tensors that are None or lack the memory layout of their entry in `likes`."""
     if unavailable is None:
         return _C.misfits(list(tensors), list(likes))
     return [
@@ -208,7 +208,7 @@ class Operands:
             if self.native.unfit:
                 device = self.outputs[0].device
                 raise ValueError(f"{name} must have memory, got tensors on {device}")
-        self._grad_copies: list[Tensor] = []  # Kernels hold only addresses.
+        self._grad_copies: list[Tensor] = []  # Kept alive, because kernels have only addresses.
         for index in self.native.misfits:
             grad = grads[index]
             assert grad is not None

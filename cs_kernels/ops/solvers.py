@@ -1,7 +1,7 @@
 """The methods with a compiled solver, and the constants of the solvers on all backends.
 
-Each entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module has the same
-tables (`csrc/include/cs_kernels/solvers.h`, `solve.h`), which are compared at import.
+Each entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module has its own copies
+(`csrc/include/cs_kernels/solvers.h`, `solve.h`); the import checks that they are equal.
 """
 
 SOLVERS = {
@@ -16,7 +16,7 @@ SOLVERS = {
     "config": "",
     "gradvac": "Tensor(a!) similarities, float rate, int seed, int step, Tensor? counter=None",
 }
-"""By method: the arguments after the Gramian in the operator's schema."""
+"""The arguments after the Gramian in the operator's schema, by method."""
 
 ALIGNED_SCALES = ("min", "median", "rmse")
 """Aligned-MTL's choices of a common length, in the kernels' order."""
@@ -45,11 +45,11 @@ FAIR_STOP = 1e-9
 FAIR_FULL = 0.1
 """FairGrad takes full Newton steps below this size, measured as for `FAIR_STOP`."""
 FAIR_LEAST = 1e-290
-"""FairGrad's smallest right-hand side, relative to the greatest."""
+"""FairGrad's smallest right-hand side, relative to the largest."""
 FAIR_MOST = 1e100
 """The cap on FairGrad's inverse curvature: as good as infinite for correlations of at most 1."""
 MOST_SIMILAR = 1 - 1e-6
-"""GradVac's greatest target cosine."""
+"""GradVac's largest target cosine."""
 VANISHED = 1e-7
 """GradVac stops changing a gradient that has shrunk to this fraction of its length."""
 

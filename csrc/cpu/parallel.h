@@ -5,7 +5,7 @@
 namespace cs_kernels::cpu {
 
 // Runs `work` once on each of `threads` threads; `work` claims pieces through an atomic counter.
-// The threads are OpenMP's, as in PyTorch: they are still awake after its last operator, and a
+// Uses OpenMP's threads, as PyTorch does: they are still awake after PyTorch's last operator, and a
 // second thread pool would compete with them for the cores. Every thread adopts the caller's
 // rounding and flush-to-zero modes, so that results do not depend on the number of threads. A build
 // without OpenMP has one thread.

@@ -1,5 +1,5 @@
 // Phase 2 on the CPU. Tensors are cut into chunks of rows, which threads claim in order. The rows
-// of a unit (a channel group, or a small layer) are summed, then revisited if there is a conflict.
+// of a unit (a channel group or a layer) are summed, then revisited if there is a conflict.
 #include "cs_kernels/phase2.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ struct Work {
   }
 };
 
-// Rows that are revisited together: a channel group, or all rows of a small layer.
+// Rows that are revisited together: a channel group, or all rows of a layer.
 struct Unit {
   Work* work = nullptr;
   RowRange range{}; // indices into work->order
@@ -60,8 +60,8 @@ struct Chunk {
   RowRange range; // rows for energies, elements for plain sums, else indices into `order`
 };
 
-// A thread's buffer for the sums of its chunks, between the first and the second visit to each. It
-// outlives the call, because allocating fresh pages would cost as much as the buffer saves.
+// A thread's buffer for the sums of its chunks, between the two visits to each chunk. It outlives
+// the call, because allocating fresh pages would cost as much as the buffer saves.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {
@@ -108,8 +108,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// Whether lines that are read once are prefetched past the caches, which are for what is read
-// again: faster on AMD's EPYC, and a third slower on Intel's Xeon.
+// Whether lines that are read only once are prefetched without displacing lines that are read again
+// from the caches. This is faster on AMD's EPYC, but a third slower on Intel's Xeon.
 bool prefetches_once() {
 #ifdef CS_X86_64
   static const bool once = __builtin_cpu_is("amd") != 0;
@@ -120,7 +120,8 @@ bool prefetches_once() {
 }
 
 // Sums a chunk's rows. If `threads` is positive, prefetches the row that this thread will probably
-// sum next: in the chunk `threads` ahead after the last row, because threads claim chunks in turn.
+// sum next: the next row of the chunk or, after its last row, the first row of the chunk `threads`
+// ahead, because threads claim chunks in turn.
 void sum_rows(const Summed& summed, int threads) {
   Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -182,8 +183,8 @@ void find_coefficients(Unit& unit) {
   unit.coefficients_known.store(true, std::memory_order_release);
 }
 
-// Adds a_i * G_i in forward order: the rows that were read last are still in cache, but hardware
-// prefetches forward.
+// Adds a_i * G_i in forward order. The reverse order would begin with the rows read last, which are
+// still in cache, but hardware prefetches forward.
 void add_references(const Summed& summed) {
   const Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -281,7 +282,7 @@ std::vector<RowRange> order_rows(Work& work) {
   return units;
 }
 
-// One call in two stages: energies, then sums. Threads claim the chunks of each stage in order.
+// One call: first the energies, then the sums. Threads claim the chunks of each in order.
 class Step {
 public:
   Step(const Phase2Arguments& arguments, Stages stages, int threads)
@@ -360,7 +361,7 @@ private:
   }
 
   // The thread that finishes a layer's last chunk derives the layer's priorities; the thread that
-  // finishes the last layer plans the second stage.
+  // finishes the last layer plans the sums.
   void find_energies(const Chunk& chunk) {
     Work& work = *chunk.work;
     const auto [first, last] = chunk.range;

@@ -306,8 +306,8 @@ CS_INLINE void products_of_tiles(const V* a, const V* b, std::int64_t stride, st
   each_pair([&](int i, int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
 }
 
-// One panel of elements at a time, all gradients are converted to the accumulator's type once, into
-// L1, and then multiplied tile by tile; the last tile is padded with rows of zeros.
+// For one panel of elements at a time, converts all gradients to the accumulator's type once, in
+// L1, then multiplies them tile by tile. The last tile is padded with rows of zeros.
 template <class Type>
 void products(const void* const* gradients, int count, std::int64_t n, double* out) {
   using Accumulator = typename Type::Accumulator;
@@ -456,7 +456,8 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
     });
 }
 
-// If a_i exceeds float's range, a_i * G_i may still be within it, so the product is in double.
+// If a_i is near or beyond a limit of float's range, a_i * G_i may still be well within the range,
+// so the product is computed in double.
 void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                         void* out) {
   const double size = scale < 0 ? -scale : scale;
@@ -485,7 +486,7 @@ template <class Type, int kRuns>
 void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
                      const std::uint64_t* index, std::int64_t n, float* out) {
   constexpr int kWords = 16; // words whose signs are computed together
-  // A run begins anywhere in a word, so 32 of its elements have their signs in two words.
+  // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
   std::uint32_t signs[kRuns][kWords + 1];
   for (int run = 0; run < kRuns; ++run)
     signs[run][kWords] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));

@@ -29,8 +29,8 @@ struct RowKernels {
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, NextRow next);
 
-  // out = sum_j weights[j] * gradients[j], or gradients[guide] where this has another sign, as in
-  // cpu::combine; no guide if negative. Reads count * n, writes n.
+  // out = sum_j weights[j] * gradients[j], or gradients[guide] where the two differ in sign, as in
+  // cpu::combine; a negative `guide` means none. Reads count * n, writes n.
   void (*combine)(const void* const* gradients, const double* weights, int count, int guide,
                   std::int64_t n, bool stream, void* out);
 
@@ -48,9 +48,9 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
-  // out[i] += x[0][i], then x[1][i] and so on, for at most kSignedRuns runs; or -= where the sign
-  // of element index[run] + i for this key is minus. A run must lie in one aligned range of 2^37
-  // indices. Reads (runs + 1) n, writes n.
+  // Adds x[0][i], then x[1][i] and so on to out[i], for at most kSignedRuns runs; subtracts
+  // x[run][i] if the sign of element index[run] + i for this key is minus. A run must lie in one
+  // aligned range of 2^37 indices. Reads (runs + 1) n, writes n.
   void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
                      std::int64_t n, float* out);
 };

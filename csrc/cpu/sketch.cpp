@@ -20,7 +20,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
   for (std::int64_t first = tensor.index / bins; first <= last_block; first += kSignedRuns) {
     const auto blocks =
         static_cast<int>(std::min<std::int64_t>(kSignedRuns, last_block - first + 1));
-    // Between two breaks, a block's elements are one run, or none.
+    // Between two breaks, each block has either one run of elements or none.
     std::int64_t rotations[kSignedRuns];
     std::int64_t breaks[3 * kSignedRuns + 2] = {begin, end};
     int count = 2;

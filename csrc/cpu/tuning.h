@@ -22,8 +22,8 @@ constexpr std::int64_t kStreamBytes = 64 << 20;
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
 // The sums and the reference gradient of a channel group are still in cache at its second visit if
-// they take at most 1 / kGroupPart of the last-level cache, because prefetching brings the other
-// gradients there too. kLastCacheBytes, the size on an AMD EPYC, is used if the system does not
+// they take at most 1 / kGroupPart of the last-level cache; the other gradients are prefetched into
+// this cache as well. kLastCacheBytes, the size on an AMD EPYC, is used if the system does not
 // report a size.
 constexpr std::int64_t kGroupPart = 4;
 constexpr std::int64_t kLastCacheBytes = 32 << 20;

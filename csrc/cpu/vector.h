@@ -117,8 +117,8 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  // Replaces the lanes without the sign of the guide's, unless that is zero. Adding zero times both
-  // propagates NaN and infinity.
+  // Replaces each lane that differs in sign from the guide's lane by the guide's lane, unless that
+  // is zero. Adding zero times both propagates NaN and infinity.
   CS_INLINE void take_signs(const Vector& guide) {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
       const Part x = part[i];

@@ -26,7 +26,7 @@ template <class T> struct Piece {
     return pointer<const T>(load(call + kGradientGradients + task));
   }
   CS_DEVICE T* update() const { return pointer<T>(load(call + kGradientUpdate)); }
-  // Calls visit(pieces) for this thread's part of the item, kMost vectors at a time.
+  // Calls visit(pieces) for this thread's pieces of the item, up to kMost vectors at a time.
   template <int kMost, class Visit> CS_DEVICE void visit(Visit visit) const {
     for_each_piece<kMost>(Segment<T>(range.begin, range.end, aligned),
                           static_cast<std::uint32_t>(thread_index()), kThreads, visit);
@@ -44,8 +44,8 @@ private:
 // The index of a pair j <= i.
 CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// Adds up the products of a group's items. These are [pair, item] or, for more than 8 tasks,
-// [item, pair].
+// Adds up the products of a group's items. Their layout is [pair, item] in the unrolled kernels and
+// [item, pair] in the general kernel.
 template <int kTasks>
 CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor) {
   const int tasks = launch.gradients.tasks;
@@ -73,9 +73,8 @@ CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor
   }
 }
 
-// Computes the products of an item's gradients for up to 8 tasks, summed in registers, then over
-// the block. A task without a gradient reads another task's gradient, and its products are set to
-// zero.
+// Computes the products of an item's gradients for 2 to 8 tasks, summed in registers, then over the
+// block. A task without a gradient reads another task's gradient, and its products are set to zero.
 template <class T, int kTasks>
 CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
                         double* workspace) {

@@ -47,8 +47,8 @@ CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& sh
   }
 }
 
-// A block takes items until none is left, and draws the next ticket during the current item. An
-// item waits only for items with earlier tickets, which running blocks have already drawn.
+// A block takes items until none is left, and draws its next ticket before it computes the current
+// item. An item waits only for items with earlier tickets, which running blocks have already drawn.
 template <class T> CS_KERNEL(kThreads, kPhase2Blocks<T>) phase2_kernel(Phase2Launch launch) {
   auto& shared = *reinterpret_cast<Shared*>(shared_memory());
   if (thread_index() == 0)

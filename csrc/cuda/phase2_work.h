@@ -20,7 +20,7 @@ struct alignas(16) Shared {
 };
 
 // The second part has the products of the teams' segments: per lane, [tasks, kDotsWidth], then per
-// team, [tasks, kTeams]. It has at least two rows.
+// team, [tasks, kTeams]. Both arrays have at least two rows.
 constexpr int kDotsWidth = kThreads + kThreads / kTeam; // puts a team's lanes in different banks
 CS_HOST_DEVICE_INLINE constexpr int dots_rows(int tasks) { return tasks < 2 ? 2 : tasks; }
 CS_DEVICE double* dots_of_lanes() {

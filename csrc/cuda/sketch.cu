@@ -14,7 +14,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch 
   const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
   const auto* const data = static_cast<const T*>(launch.data);
   const std::int64_t end = (launch.index + launch.size - 1) / launch.bins + 1;
-  // A tensor's words of signs lie in at most two ranges of 2^32.
+  // The indices of a tensor's sign words lie in at most two ranges of 2^32.
   const auto first_word = static_cast<std::uint64_t>(launch.index / kSignWord);
   const SignWords of_first(launch.key, first_word);
   const SignWords of_next(launch.key, first_word + (std::uint64_t{1} << 32));

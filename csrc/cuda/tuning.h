@@ -41,7 +41,7 @@ constexpr int kEnergyLoads = 6;
 
 // 16-byte vectors of a gradient per thread in a tile of combine, sign dropping and the Gramian.
 constexpr int kGradientVectors = 8;
-// Vectors that a thread has in registers at once: of one gradient, or of each in the Gramian.
+// Vectors that a thread has in registers at once: of one gradient or, in the Gramian, of each.
 template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
 template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
@@ -76,7 +76,7 @@ constexpr unsigned kPause = 100;
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
-// The plan of Phase 2's items.
+// The plan of Phase 2's items:
 // SUM items per PROJECT item.
 constexpr int kProjectSums = 2;
 // Vectors per thread in an ENERGY item: many, because it begins with dependent reads, as a SUM item
@@ -90,7 +90,7 @@ constexpr int kLeastItems = 24;
 // resident block, which must finish first, and half as many again.
 constexpr int kLag = 6;
 
-// Tiles per item in combine, sign dropping and the Gramian.
+// Maximum tiles per item in combine, sign dropping and the Gramian.
 constexpr int kMostGradientTiles = 8;
 
 } // namespace cs_kernels::cuda

@@ -1,1 +1,1 @@
-"""Shared by all backends whose kernels take addresses: checks, then operands, then launches."""
+"""The operators of all backends whose kernels take addresses: checks, operands, launches."""

@@ -49,7 +49,7 @@ class Phase2Operators(ABC):
 
     @abstractmethod
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """Returns one layer's sums of squares over `window`, float64 [O]; reads the weight once."""
+        """Returns one layer's sums of squares / `window`, float64 [O]; reads the weight once."""
 
     @abstractmethod
     def strengths(

@@ -37,7 +37,7 @@ _LEAST_ITEMS = 16
 
 
 class GradientField(IntEnum):
-    """Columns of the tensor table, whose contents depend only on the tensors' sizes."""
+    """Columns of the tensor table, which is the same in every call."""
 
     SIZE = 0
     GROUP = 1
@@ -141,7 +141,7 @@ def _plan(
     device: torch.device,
     offsets: tuple[int, ...] | None,
 ) -> GradientPlan:
-    """The plan for the operands of one dtype; `offsets` are the same in every step."""
+    """The plan for the operands of one dtype, cached: `offsets` are the same in every step."""
     mask = tuple(other == code for other in shapes.native.types)
     sizes = tuple(shapes.native.sizes)
     return gradient_plan(sizes, group_of, groups, mask, elements, most_tiles, device, offsets)
@@ -176,19 +176,19 @@ class GpuCombine(CombineOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """`counters`: int32 [groups], zeros. `products`: float64 [items, tasks, tasks], scratch."""
+        """`counters` is int32 [groups], zeros; `products`, float64 [items, K, K], is workspace."""
 
     @abstractmethod
     def launch_combine(
         self, launch: GradientLaunch, weights: Tensor, protected: int | None
     ) -> None:
-        """`weights`: [groups, tasks]."""
+        """`weights` has shape [groups, tasks]."""
 
     @abstractmethod
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """`leaks`: float64 [tasks]. The kernel adds the counter to the random state."""
+        """`leaks` is float64 [tasks]; the kernel adds the counter to the random state."""
 
     def _gradient_launches(
         self,

@@ -15,8 +15,8 @@ _graph_tables: ContextVar[list[object] | None] = ContextVar("graph_tables", defa
 """The list of the enclosing `captured_tables`, if any."""
 
 _capture_reserve: list[Tensor] = []
-"""Pinned memory in one tensor. A capture can neither allocate pinned memory nor copy from pageable
-memory."""
+"""Pinned memory for captures, in one tensor: a capture can neither allocate pinned memory nor copy
+from pageable memory."""
 
 _LEAST_RESERVE = 1 << 17
 """Minimum size of the reserve in int64 numbers: one megabyte."""
@@ -49,7 +49,7 @@ VECTOR_BYTES = 16
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of SMs; 1 for Triton's interpreter, so that small trunks take every path."""
+    """The number of SMs; 1 for Triton's interpreter, so that small trunks use every code path."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -136,7 +136,7 @@ def on_host(numbers: Sequence[int]) -> Tensor:
 
 
 def numbered(prefix: Sequence[int], count: int) -> Tensor:
-    """Returns int32 [count, ...]; each row holds the prefix, then the row's index."""
+    """Returns int32 [count, ...]; each row is the prefix, followed by the row's index."""
     rows = torch.empty((count, len(prefix) + 1), dtype=torch.int32, device="cpu")
     rows[:, :-1] = torch.tensor(prefix, dtype=torch.int32, device="cpu")
     rows[:, -1] = torch.arange(count, dtype=torch.int32, device="cpu")

@@ -112,7 +112,7 @@ class Tiling:
     """Approximate elements per ENERGY item."""
     least_energy_rows: int
     least_items: int
-    """Minimum SUM items per multiprocessor; items grow only above it, to keep the tail short."""
+    """Minimum SUM items per multiprocessor; items grow only above it, so that the tail is short."""
     lag: int
     """SUM items per multiprocessor between a layer's last SUM and first PROJECT item."""
     most_units: int = 1
@@ -278,7 +278,7 @@ def layer_epsilon(eps: tuple[float, ...], device: torch.device) -> Epsilon:
 
 
 def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind]) -> Tensor:
-    """Orders the items: ENERGY, then SUM; a layer's PROJECT items follow its SUM items by the lag.
+    """Orders the items: ENERGY, then SUM; a layer's PROJECT items follow its SUM items after a lag.
 
     Large layers come first and tensors without PROJECT items come last, which shortens the wait at
     the end.

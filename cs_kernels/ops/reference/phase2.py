@@ -117,7 +117,7 @@ def _check(
 
 
 def _task_grads(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
-    """Tensor t's gradients, float64 [K, ...]; a missing gradient is zeros."""
+    """Tensor t's gradients, float64 [K, ...]; zeros for a missing gradient."""
     zeros = torch.zeros_like(like, dtype=torch.float64)
     task_grads = grads[t * tasks : (t + 1) * tasks]
     return torch.stack([zeros if grad is None else grad.double() for grad in task_grads])

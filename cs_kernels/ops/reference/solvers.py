@@ -338,7 +338,7 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
         before = torch.inf
         for _ in range(100):
             x, y = (s, v) if solves_s else (v, s)
-            target = b * x**-power  # for y
+            target = b * x**-power  # the value that y should have
             inverse = (x / (power * target)).clamp(max=FAIR_MOST)
             diagonal = inverse if solves_s else power * target / x
             slope = (target - y) * (diagonal if solves_s else 1)

@@ -70,7 +70,7 @@ def gradient_options(tasks: int) -> dict[str, Any]:
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Launch options for a solver: a thread has 2 numbers of a matrix (K > 16: 4, K > 32: 16).
+    """Launch options for a solver: a thread holds 2 numbers of a matrix (4 or 16 for K > 16 or 32).
 
     The register limit is the maximum, because by default the assembler spills to raise occupancy.
     FMA contraction is off: it could make the lanes' copies of a sum differ, so that their loop

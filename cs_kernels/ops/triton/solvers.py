@@ -77,7 +77,7 @@ def _lengths(data, tasks, TASKS: constexpr):
     """Lengths and inverse lengths (1 and 0 for a zero gradient), and the nonzero mask."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
-    # Loaded again: a thread then holds one number, not many numbers of the matrix's diagonal.
+    # The diagonal is loaded again, so that a thread holds one of its numbers instead of many.
     d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
     nonzero = d > 0
     length = tl.where(nonzero, tl.sqrt(tl.where(nonzero, d, 1.0)), 1.0)
@@ -172,7 +172,7 @@ def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
 
 @triton.jit
 def _rotated(m, partner, cosine, sine, ROWS: constexpr, TASKS: constexpr):
-    """Rotates columns (or rows) of m with their partners."""
+    """Rotates each column of m, or each row if ROWS, with its partner."""
     if ROWS:
         index = tl.broadcast_to(partner[:, None], [TASKS, TASKS])
         return cosine[:, None] * m + sine[:, None] * tl.gather(m, index, 0)
@@ -226,7 +226,7 @@ def _components_of_ones(vectors, factor):
 
 @triton.jit
 def _begin_orders(drawn, TASKS: constexpr):
-    """The key of the Gramian's random orders; and in row i, the tasks other than i."""
+    """The key of the Gramian's random orders, and a matrix whose row i lists the tasks except i."""
     number = tl.program_id(0).to(tl.uint64)
     gramian_key = splitmix64(step_key(drawn) + number)
     position = tl.arange(0, TASKS)[None, :]
@@ -248,7 +248,7 @@ def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
-    """PCGrad. Row i projects gradient i off those in conflict with it, in random order.
+    """PCGrad: row i projects gradient i off the gradients that conflict with it, in random order.
 
     `drawn` is as in `step_key`.
     """
@@ -274,7 +274,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
-    """GradVac. Row i is task i. `drawn` is as in `step_key`, followed by the bits of the rate."""
+    """GradVac, with one row per task; `drawn` is as in `step_key`, then the bits of the rate."""
     g, finite = _gramian(gramian, tasks, TASKS)
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
@@ -356,7 +356,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
     c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
-    # With non-finite numbers the search would not end.
+    # With non-finite numbers, the search would run through all iterations.
     if finite & (radius > 0) & (present > 0):
         ones = tl.where(nonzero, 1.0, 0.0).to(tl.float64)
         unit, _ = _non_negative(c, ones, nonzero, tasks, TASKS)
@@ -594,7 +594,7 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
     """IMTL-G: the update has equal components along all gradients; the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
     y, _, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
-    # In units of the first length: weights that sum to one have no unit.
+    # In units of the first length, which cancel because the weights are scaled to sum to one.
     first = tl.argmax(tl.where(nonzero, 1, 0), 0)
     y *= _at(length, first, TASKS) * inverse
     total = tl.sum(y, 0)

@@ -1,5 +1,5 @@
 // Gramian, weighted sum and sign dropping of K gradients, for every method except Phase 2. The
-// interface has plain pointers and sizes, and needs no framework.
+// functions take plain pointers and sizes, and need no framework.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@ namespace cs_kernels {
 
 constexpr std::int32_t kMaxTasks = 64; // also for the solvers
 
-// One shared tensor of the trunk. It is dense; all its arrays have the elements in the same order.
+// One dense shared tensor of the trunk. Its gradients and its update have the same memory order.
 struct GradientTensor {
   DataType type;
   std::int64_t size;
   const void* const* gradients; // [tasks]; null for zeros
   void* update;                 // may be one of the gradients; null for a Gramian
-  std::int64_t group;           // index of its Gramian or of its task weights
+  std::int64_t group;           // index of the tensor's Gramian or task weights
   std::int64_t first_index;     // index of the first element, for sign dropping
 };
 
@@ -32,9 +32,9 @@ namespace cpu {
 // Writes gramian [groups, tasks, tasks]. Reads every gradient once.
 void gramian(const GradientArguments& arguments, double* gramian, int threads);
 
-// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. An element without the
-// sign of the protected task's gradient becomes this gradient, unless that is zero; a negative
-// number protects no task. Reads every gradient once, writes the update once.
+// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. Where the sum does not
+// have the sign of the protected task's gradient, the update is that gradient, unless that is zero;
+// a negative `protected_task` protects none. Reads every gradient once, writes the update once.
 void combine(const GradientArguments& arguments, const double* weights, std::int32_t protected_task,
              int threads);
 

@@ -1,4 +1,4 @@
-// The paper's equations on the CPU and the GPU, with the published numbers.
+// The paper's equations, with the paper's numbering, for the CPU and the GPU.
 #pragma once
 
 #include <cstdint>

@@ -49,7 +49,7 @@ private:
 // of shared memory.
 CS_INLINE_SOLVER constexpr int row_stride(int n) { return n | 1; }
 
-// The smallest number and its index: the lowest index of equal numbers, or -1 without a number.
+// The smallest number and its index: among equal numbers, the lowest index; -1 if there is none.
 struct Least {
   int index = -1;
   double number = INFINITY;
@@ -130,7 +130,7 @@ CS_INLINE_SOLVER void cholesky_solve(const Team& team, const Matrix& factor, int
   }
 }
 
-// Replaces the lower triangle of a positive definite A [n, n] by its Cholesky factor.
+// Replaces the lower triangle of a positive definite A [n, n] with its Cholesky factor.
 template <class Team> CS_INLINE_SOLVER void cholesky(const Team& team, const Matrix& a, int n) {
   for (int j = 0; j < n; ++j) {
     const double* found = a.row(j);

@@ -1,4 +1,4 @@
-// Connection strength, priority and Phase 2. The interface has plain pointers and sizes, and needs
+// Connection strength, priority and Phase 2. The functions take plain pointers and sizes, and need
 // no framework.
 #pragma once
 

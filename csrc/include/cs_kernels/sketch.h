@@ -1,5 +1,5 @@
 // Linear sketches of gradients: vectors of d bins whose dot products estimate the gradients' dot
-// products. The interface has plain pointers and sizes, and needs no framework.
+// products. The functions take plain pointers and sizes, and need no framework.
 //
 // An element's index among all parameters determines its sign and its bin, so sketches of shards,
 // micro-batches and ranks add up. A block is d consecutive indices, rotated by a random number.

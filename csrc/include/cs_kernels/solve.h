@@ -26,11 +26,11 @@ constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed
 constexpr double kNashStop = 1e-9;   // Nash-MTL stops below this Newton decrement
 constexpr double kNashFull = 0.25;   // Newton steps are full below this decrement
 constexpr double kSlope = 1e-14;     // a slope is zero up to this share of its absolute terms
-constexpr double kStationary = 1e10; // no direction descends above this 1 / |shortest in hull|^2
+constexpr double kStationary = 1e10; // above this 1 / |shortest in hull|^2, nothing descends
 constexpr double kZeroSum = 1e-12;   // a sum of weights is zero up to this share of absolute values
 constexpr double kNoCosine = 1e-20;  // a squared length is zero up to this per task
 constexpr double kEpsilon = 2.220446049250313e-16;
-constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step, times power
+constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step times power
 constexpr double kFairFull = 0.1;         // Newton steps are full below this relative step
 constexpr double kFairLeast = 1e-290;     // smallest right-hand side, relative to the greatest
 constexpr double kFairMost = 1e100;       // cap on the inverse curvature, practically infinite
@@ -107,9 +107,9 @@ struct Correlations {
 };
 
 // Minimizes 1/2 x'Cx - f'x over x >= 0 by Lawson and Hanson's active-set method, starting at zero.
-// The factor of the free entries' C grows row by row, and loses a row by rotations.
+// The Cholesky factor of the free entries' C gains rows one by one; rotations remove a row.
 struct NonNegative {
-  int* state;   // kFixed, kFree or kTried: freed and immediately blocked since x changed
+  int* state;   // kFixed, kFree or kTried (freed and immediately blocked since x last changed)
   int* indices; // of the free entries, in the order of the factor's rows
   double* z;
   Matrix factor;
@@ -121,7 +121,8 @@ struct NonNegative {
       : state(workspace.integers(size)), indices(workspace.integers(size)),
         z(workspace.numbers(size)), factor(size, workspace) {}
 
-  // Frees entry i, unless rounding makes its row of C depend on the free rows. `z` is workspace.
+  // Frees entry i, unless its row of C is linearly dependent on the free rows due to rounding. `z`
+  // is workspace.
   template <class Team> CS_HOST_DEVICE bool grow(const Team& team, const Correlations& c, int i) {
     const int n = free_entries;
     for (int k = team.lane(); k < n; k += team.lanes())
@@ -129,7 +130,7 @@ struct NonNegative {
     team.sync();
     solve_lower(team, factor, n, z);
     const double left = c(i, i) - dot(team, z, z, n);
-    if (!(left > 0.25 * kRidge)) { // at least kRidge, up to rounding
+    if (!(left > 0.25 * kRidge)) { // without rounding, at least kRidge
       if (team.lane() == 0)
         state[i] = kTried;
       team.sync();
@@ -146,8 +147,8 @@ struct NonNegative {
     return true;
   }
 
-  // Fixes the entry of row r. Without row r, every row below has one entry too many, which
-  // rotations clear.
+  // Fixes the entry of row r. Once row r is removed, every row below has one entry beyond the
+  // diagonal, which rotations clear.
   template <class Team> CS_HOST_DEVICE void shrink(const Team& team, int r) {
     const int n = --free_entries;
     const int removed = indices[r];
@@ -238,9 +239,10 @@ struct NonNegative {
   }
 };
 
-// Lets the other original gradients change each gradient, in random order, and sums the results.
-// A lane has one gradient, as a row of `own`: the weights of the original gradients in it.
-// `begin(i)` returns a state for gradient i; `meet(state, i, j)` uses it and adds to own(i, j).
+// Changes each gradient by the other original gradients, in random order, and sums the results. A
+// lane changes one gradient at a time, stored in a row of `own` as weights of the original
+// gradients. `begin(i)` returns a state for gradient i; `meet(state, i, j)` updates this state and
+// own(i, j).
 template <class Team, class Begin, class Meet>
 CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::uint64_t state,
                                       const Matrix& own, double* weights, Workspace workspace,
@@ -352,7 +354,7 @@ CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&,
   const Correlations c(team, g, kRidge, workspace);
   double* sums = workspace.numbers(team.parts() * c.size);
   double* own = sums + team.part() * c.size;
-  workspace.numbers(team.part() * part_size(c.size)); // skips the parts before this one
+  workspace.numbers(team.part() * part_size(c.size)); // skips earlier parts' memory
   double* f = workspace.numbers(c.size);
   double* x = workspace.numbers(c.size);
   NonNegative problem(c.size, workspace);
@@ -411,7 +413,7 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
   fill(team, f, size, 1);
   team.sync();
   problem.solve(team, correlations, f, x);
-  double inverse = 0; // of the smallest squared norm in the hull of the unit gradients
+  double inverse = 0; // 1 / the smallest squared norm in the hull of the unit gradients
   double low = INFINITY;
   double high = INFINITY;
   for (int i = team.lane(); i < size; i += team.lanes()) {
@@ -501,8 +503,8 @@ CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int 
 }
 
 // Solves C v = 1 / v for v > 0, i.e. minimizes 1/2 v'Cv - sum log v_i. The function is
-// self-concordant, so damped Newton steps converge from any start. With the best length of each
-// step, linearly dependent gradients take a fifth of the rounds.
+// self-concordant, so damped Newton steps converge from any start. With the best length for each
+// step, linearly dependent gradients need only a fifth of the rounds.
 template <class Team>
 CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v,
                               const Matrix& hessian, Workspace workspace) {
@@ -533,7 +535,8 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
     for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
     team.sync();
-    // Full Newton steps roughly square the decrement. One that does not halve is rounding error.
+    // Full Newton steps roughly square the decrement. When it no longer halves, only rounding error
+    // is left: stop.
     if (decrement < kNashStop || (before < kNashFull && !(decrement < before / 2)))
       break;
     before = decrement;
@@ -638,7 +641,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   double before = INFINITY;
   for (int round = 0; round < 100; ++round) {
     for (int i = team.lane(); i < n; i += team.lanes()) {
-      target[i] = b[i] * std::exp(-power * std::log(x[i])); // for y
+      target[i] = b[i] * std::exp(-power * std::log(x[i])); // the value that y should have
       diagonal[i] =
           of_sums ? std::fmin(x[i] / (power * target[i]), kFairMost) : power * target[i] / x[i];
       step[i] = (target[i] - y[i]) * (of_sums ? diagonal[i] : 1);
@@ -683,7 +686,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   }
 }
 
-// out += factor v (v'1) for eigenvector k.
+// out += factor * (v'1) v, where v is eigenvector k.
 template <class Team>
 CS_INLINE_SOLVER void add_component_of_ones(const Team& team, const Matrix& vectors, int n, int k,
                                             double factor, double* out) {
@@ -704,7 +707,7 @@ CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
 }
 
 // Computes y = C^+ 1 and, unless `cosines` is null, cosines = C y, which are all ones if C is
-// regular. C is overwritten by its eigenvalues.
+// regular. Replaces C by a matrix with its eigenvalues on the diagonal.
 template <class Team>
 CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, double* y,
                                     double* cosines, Workspace workspace) {
@@ -824,7 +827,7 @@ CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Opti
       add_component_of_ones(team, vectors, n, k, std::sqrt(length / a(k, k)), weights);
 }
 
-// Solves one Gramian with one of the functions above; NaN weights if the Gramian is not finite.
+// Solves for one Gramian with one of the functions above; a non-finite Gramian gives NaN weights.
 template <class Team, class Function>
 CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& arguments, std::int64_t n,
                                 double* memory, const Function& function) {

@@ -6,7 +6,7 @@
 
 namespace cs_kernels {
 
-// All solvers: the function in solve.h is `name`, the operator `name`_weights.
+// All solvers, by name: solve.h defines the function `name`; the operator is `name`_weights.
 #define CS_SOLVERS(solver)                                                                         \
   solver(pcgrad) solver(cagrad) solver(mgda) solver(aligned_mtl) solver(nash_mtl) solver(imtl_g)   \
       solver(upgrad) solver(fair_grad) solver(config) solver(gradvac)

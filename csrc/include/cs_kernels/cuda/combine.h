@@ -25,7 +25,7 @@ struct PlannedGradient {
   std::int64_t first_item; // of the group
   std::int64_t group_items;
   std::int64_t tiles;       // per item
-  std::int64_t first_index; // of the elements, for sign dropping
+  std::int64_t first_index; // of the tensor's elements, for sign dropping
 };
 
 enum GradientCallField : std::int32_t {
