@@ -1,6 +1,6 @@
 """Gradient surgery for PyTorch: combines the gradients of several losses.
 
-Start at `MultiTaskOptimizer`, or at `GradientBalancer` for a loop that stays as it is. The name
+Start at `MultiTaskOptimizer`, or at `GradientBalancer` to keep your own training loop. The name
 stands for connection strength ("Quantifying Task Priority for Multi-Task Optimization", CVPR 2024),
 of which this is an independent implementation.
 """

@@ -1,4 +1,4 @@
-"""GradientBalancer: task weights for your own training loop, with the memory of plain steps."""
+"""GradientBalancer: task weights for your own training loop, with plain training's memory."""
 
 import contextlib
 import warnings
@@ -74,7 +74,7 @@ class GradientBalancer:
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has the wrong type.
 
     """
 
@@ -132,9 +132,9 @@ class GradientBalancer:
         self._active: int | None = None
         """The index of the task whose `with` block is open."""
         self._factors: Sequence[Tensor] = ()
-        """This task's weights, by module; empty before the first solve."""
+        """The active task's weights, by module; empty before the first solve."""
         self._arrived = False
-        """Whether a gradient has arrived in this block."""
+        """Whether a gradient has arrived in the open `with` block."""
         self._warned: set[str] = set()
         self._blocks = Blocks()
         self._reached: set[int] = set()
@@ -153,7 +153,7 @@ class GradientBalancer:
 
     @contextlib.contextmanager
     def task(self, task: str, loss: Tensor | None = None) -> Iterator[None]:
-        """Wraps the backward passes of one task, and perhaps its forward passes.
+        """Wraps the backward passes of one task, and optionally its forward passes.
 
         The gradients of several `with` blocks, such as one per micro-batch, add up. Gradients that
         arrive outside any block have the weight 1. If a block raises, this step does not change the
@@ -249,7 +249,7 @@ class GradientBalancer:
         return {task: loss.detach() for task, loss in given.items()}
 
     def update(self) -> None:
-        """Ends a step: solves for the task weights of the next one.
+        """Ends a step: solves for the task weights of the next step.
 
         If there is an optimizer, its `step` calls this. All ranks have to call it.
 
@@ -322,7 +322,7 @@ class GradientBalancer:
         _open.discard(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, the products and the method's state; to be called between two steps."""
+        """The weights, the products and the method's state; call this between two steps."""
         return {
             "tasks": self.tasks,
             "layers": self._layers,
@@ -395,7 +395,7 @@ class GradientBalancer:
 
     @property
     def _solves(self) -> bool:
-        """Whether this step solves for weights; each does until all tasks have had a gradient."""
+        """Whether this step solves for weights, as all do until every task has had a gradient."""
         return self._steps % self.every == 0 or not self._products.all_known
 
     def _restart(self) -> None:

@@ -1,10 +1,10 @@
 """The gradients of the shared parameters, K x N, collected from `.grad`.
 
 If `.grad` is None, autograd puts its own buffer there, so a task's row takes the tensors that the
-backward pass has left in `.grad`: nothing is copied or added. An elementwise operator writes the
-update over a task's gradient, which becomes `.grad`: a step holds K gradients. Other updates are
-written into buffers that are reused in every step. Methods see a complex gradient as pairs of real
-numbers, so that dot products are real inner products.
+backward pass has left in `.grad`: nothing is copied or added. An elementwise operator overwrites a
+task's gradient with the update and makes it `.grad`, so a step holds only K gradients. Other
+updates are written into buffers that are reused in every step. Methods see a complex gradient as
+pairs of real numbers, so that dot products are real inner products.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def owned(grad: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor, device: str | None) -> Tensor:
-    """The tensor, or a copy in page-locked memory if it is to leave a GPU."""
+    """The tensor itself, or a copy in page-locked host memory if its device is not `device`."""
     if device is None or tensor.device.type == device:
         return tensor
     kept = torch.empty_like(tensor, device=device, pin_memory=True)
@@ -39,7 +39,7 @@ def moved(tensor: Tensor, device: str | None) -> Tensor:
 
 
 class Storage:
-    """The updates of the parameters, and the computations of methods, in a single process.
+    """The buffers of the updates, and the methods' computations, in a single process.
 
     The strategies for many ranks, where each rank has a shard of every gradient, inherit from it.
 
@@ -67,7 +67,7 @@ class Storage:
         """
         likes = [*map(self.parameters.__getitem__, parameters)]
         updates = [*(map(self._updates.__getitem__, parameters) if over is None else over)]
-        # A buffer is missing, or a parameter or its `.grad` (the last update) was moved or cast.
+        # Replaces a buffer if it is missing, or if its parameter or `.grad` was moved or cast.
         for n in misfits(updates, likes):
             updates[n] = torch.empty_like(likes[n], requires_grad=False)
         for i, update in zip(parameters, updates, strict=True):
@@ -110,7 +110,7 @@ class Storage:
     def keep(
         self, task: str, row: Sequence[Tensor | None], device: str | None
     ) -> list[Tensor | None]:
-        """A row in a form that lasts: whole gradients, or this rank's shards after `fully_shard`.
+        """A row to keep for later steps: whole gradients, or this rank's shards (`fully_shard`).
 
         All ranks call this together.
 
@@ -124,7 +124,7 @@ class Storage:
         return [None if grad is None else moved(owned(grad), device) for grad in row]
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """A kept row as a row of a step, in the parameters' dtypes and without frozen ones."""
+        """Converts a kept row to a row of a step: in the parameters' dtypes, None if frozen."""
         return [
             grad.to(parameter.device, parameter.dtype, non_blocking=True)
             if grad is not None and parameter.requires_grad
@@ -200,14 +200,14 @@ class Storage:
 class TaskGradients:
     """K rows of gradients; a row has a tensor or None for every shared parameter.
 
-    A parameter is a task's own if several tasks have had a pass but only this one has reached the
-    parameter. An own parameter gets the task's gradient unchanged, and methods do not see it.
+    A parameter is a task's own if several tasks have had a pass, but only that task has reached the
+    parameter. An own parameter gets its task's gradient unchanged, and methods do not see it.
 
     Args:
         parameters: The shared parameters, by name.
         tasks: The names of all tasks.
         reach: Records which task reaches which parameter. Default: an empty record.
-        storage: The updates, and the shards of other ranks. Default: a single process's storage.
+        storage: The buffers of the updates, whole or sharded. Default: a single process's storage.
 
     """
 
@@ -229,7 +229,7 @@ class TaskGradients:
         """Rows of earlier steps that constrain the update (`Step.anchors`)."""
         self._storage = Storage(self.parameters) if storage is None else storage
         self.modules: tuple[str, ...] = ()
-        """All modules of the step if its gradients arrive a few modules at a time; or empty."""
+        """All modules of the step if its gradients arrive a few modules at a time; else empty."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self.kept: frozenset[str] = frozenset()
@@ -313,7 +313,7 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of these parameters: for each, one per task of `tasks` and per anchor.
+        """The gradients of these parameters: for each, one per task, then one per anchor.
 
         Args:
             parameters: The indices of the parameters.
@@ -321,7 +321,7 @@ class TaskGradients:
 
         """
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
-        # In C, since a large trunk has thousands of gradients.
+        # `map` and `zip` loop in C: a large trunk has thousands of gradients.
         columns = zip(
             *(map(row.__getitem__, parameters) for row in (*rows, *self.anchors)), strict=True
         )
@@ -377,7 +377,7 @@ class TaskGradients:
         self._storage.publish()
 
     def lend(self) -> tuple[int, Tensor] | None:
-        """The first parameter with a gradient, with a tensor for its `.grad` meanwhile; or None."""
+        """The first parameter with a gradient, and a tensor for its `.grad` (`Storage.lend`)."""
         first = self.first()
         return None if first is None else (first[0], self._storage.lend(*first))
 

@@ -43,11 +43,12 @@ class MultiTaskOptimizer(Copyable):
         method: Makes the update from the gradients in Phase 2. Default: `ConnectionStrength()`.
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
         weighting: Weighs the losses. Default: `EqualWeights()`.
-        layers: Overrides what watched forward passes have found: maps the name of a layer in the
-            trunk to the name of the task-specific normalization from which its channels get their
-            priority, or to None for the plain sum. Invalid with methods that treat all layers
-            alike.
-        scaler: A `torch.amp.GradScaler` to scale the losses, step the optimizer and be updated.
+        layers: Overrides the normalizations that forward passes have found for layers: maps the
+            name of a layer in the trunk to the name of the task-specific normalization from which
+            its channels get their priority, or to None for the plain sum. Invalid with methods that
+            treat all layers alike.
+        scaler: A `torch.amp.GradScaler` that scales the losses. `step` steps the optimizer with it,
+            and updates it.
         backward: Called with a loss instead of `loss.backward()`, for frameworks that must run the
             backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
             `self.manual_backward`. It may multiply the loss by a factor, and must accept
@@ -58,8 +59,8 @@ class MultiTaskOptimizer(Copyable):
             DistributedDataParallel wraps both the trunk and the heads, pass the wrapped network as
             `trunk`. After `fully_shard`, the ranks are found from the trunk's parameters; if a rank
             fails, all other ranks then wait in a collective until their group's timeout.
-        check_passes: Whether to check the first backward pass of every task, and its next one after
-            other parameters were frozen or unfrozen: gradients must arrive in `.grad`, and
+        check_passes: Whether to check the first backward pass of every task, and its first one
+            after parameters were frozen or unfrozen: gradients must arrive in `.grad`, and
             parameters must not change. If `backward` makes several passes through one graph, they
             must also be repeatable: for each new combination of tasks, one pass is repeated three
             times, once with a zero gradient. After `fully_shard` and with reentrant checkpointing,
@@ -67,7 +68,7 @@ class MultiTaskOptimizer(Copyable):
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has the wrong type.
 
     Examples:
         >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
@@ -163,8 +164,8 @@ class MultiTaskOptimizer(Copyable):
         """The tasks whose gradients the next step computes.
 
         All tasks, unless the method keeps gradients (`Protect` with `refresh_every`): a protected
-        task with a kept gradient is not due. `step` does not call its closure, unless no other task
-        takes part; `backward` needs neither its batch nor its loss.
+        task with a kept gradient is not due. `step` does not call the closure for such a task,
+        unless no other task takes part; `backward` needs neither its batch nor its loss.
         """
         return self._engine.due_tasks
 
@@ -188,7 +189,7 @@ class MultiTaskOptimizer(Copyable):
         that torch optimizers have made before one of them raises are not undone. The statistics are
         restored in the trunk, and in the modules that ran in the first step of each task. The
         parameters that a loss depends on are checked in the task's first step, every 32 steps, and
-        after other parameters were frozen or unfrozen.
+        after parameters were frozen or unfrozen.
 
         Args:
             closure: Called with the name of a task, which is active in the trunk during the call;
@@ -235,24 +236,24 @@ class MultiTaskOptimizer(Copyable):
         `forward` must take the tasks from the result of `run`, as above. Compiled modules run
         eagerly. The batch must be dimension 0 of the trunk's tensors, and only task-specific
         normalization may compute over it. Three extra forward passes verify this in the first step,
-        and in the first step after other parameters were frozen or unfrozen.
+        and in the first step after parameters were frozen or unfrozen.
 
         Args:
             forward: Called with `run`, which takes the trunk's arguments, runs the trunk for all
                 tasks of the step, and returns each task's output. `forward` returns the loss of
-                each task, which must depend on this task's outputs only.
+                each task, which must depend on that task's outputs only.
             tasks: As in `step`.
 
         Returns:
             As in `step`.
 
         Raises:
-            ValueError: As in `step`; or something is not supported here, but by `step`: the method
-                is neither `ConnectionStrength()` nor `Sum()` nor a Gramian method with
-                groups="layer"; the trunk has plain batch normalization in training, changes other
-                buffers, or uses a prioritized weight (with groups="layer", any shared parameter
-                that trains) in several layers or outside its layer; a loss depends on another
-                task's outputs; there are many ranks; or conflicts are counted.
+            ValueError: As in `step`; or `step` is needed, because the method is neither
+                `ConnectionStrength()` nor `Sum()` nor a Gramian method with groups="layer"; the
+                trunk has plain batch normalization in training, changes other buffers, or uses a
+                prioritized weight (with groups="layer", any shared parameter that trains) in
+                several layers or outside its layer; a loss depends on another task's outputs; there
+                are many ranks; or conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` is not a function.
             RuntimeError: As in `step`.
 
@@ -267,7 +268,7 @@ class MultiTaskOptimizer(Copyable):
         features: Tensor | Iterable[Tensor] | None = None,
         batched: bool = False,
     ) -> dict[str, Tensor]:
-        """The joint update of losses that come from one forward pass, into `.grad`.
+        """Writes the joint update for losses that come from one forward pass to `.grad`.
 
         This is for networks without task-specific normalization. There is one forward pass for all
         tasks, and a backward pass per task, the last of which frees the graph. The trunk's `.grad`
@@ -298,13 +299,13 @@ class MultiTaskOptimizer(Copyable):
                 come after the features if only one loss reaches it. Each rank passes the features
                 of its own batch, the same number on all; a rank without losses may pass any
                 tensors.
-            batched: Whether to make the backward passes at once, by `torch.vmap`. This is faster
+            batched: Whether to make all backward passes at once, by `torch.vmap`. This is faster
                 for transformers and MLPs with few samples, and slower for convolutions; gradients
                 of activations take K times the memory. The update differs only by rounding, unless
-                hooks on activations change gradients, which they see as one batch of all tasks.
-                Leaves that the optimizer does not hold get no gradient. The first passes of every
-                task, those to parameters with hooks, and those through a `torch.autograd.Function`
-                or a function that cannot be batched are made one by one.
+                a hook on an activation changes gradients: it sees all tasks' as one batch. Leaves
+                that the optimizer does not hold get no gradient. Passes are made one by one if they
+                are a task's first, if a parameter has hooks, or if the graph has a
+                `torch.autograd.Function` or a function that cannot be batched.
 
         Returns:
             The losses, detached.
@@ -340,7 +341,7 @@ class MultiTaskOptimizer(Copyable):
         *,
         warmup: int = 3,
     ) -> CapturedStep:
-        """Returns a step for CUDA graphs; each call of it is `step(closure, tasks)`.
+        """Returns a callable that makes the step of `step(closure, tasks)` with CUDA graphs.
 
         A small network on a GPU waits for the host, which launches its kernels one by one. A CUDA
         graph launches all kernels of a step at once. Each phase has its own graph: the phase's
@@ -350,7 +351,7 @@ class MultiTaskOptimizer(Copyable):
         A replay runs no Python. The closure must read its batch from tensors that are refilled in
         place. Values that it computes on the host, and numbers in the network such as a dropout
         rate, stay as in the capture. After parameters, buffers, states or numbers in `param_groups`
-        have been replaced, a step is captured again. A learning rate that changes in every step
+        have been replaced, the step is captured again. A learning rate that changes in every step
         should therefore be a tensor on the device, which schedulers write in place.
 
         Args:
@@ -384,7 +385,7 @@ class MultiTaskOptimizer(Copyable):
         return CapturedStep(self._engine, closure, tasks, warmup)
 
     def trace(self, closure: Closure | Mapping[str, Tensor]) -> Coverage:
-        """Finds mistakes and the prioritized layers without a step.
+        """Checks the closure or losses, and finds the prioritized layers, without making a step.
 
         With a closure, there is one forward pass per task. Running statistics are restored; random
         numbers are consumed as by any forward pass. With losses, as for `backward`, the passes
@@ -424,7 +425,7 @@ class MultiTaskOptimizer(Copyable):
         After `fully_shard`, all ranks have to call it.
 
         Returns:
-            By name of the layer, int64 [O], indices into `tasks`.
+            For each layer, by name: int64 [O], indices into `tasks`.
 
         Raises:
             RuntimeError: There has been no forward pass yet.
@@ -495,7 +496,7 @@ class MultiTaskOptimizer(Copyable):
         """The state that a resumed run needs besides the network's and the torch optimizer's.
 
         It does not include gradients that wait for their update (`backward` with `update=False`).
-        It is the same on all ranks, and can be loaded on another number of ranks. For
+        It is the same on all ranks, and can be loaded on a different number of ranks. For
         torch.distributed.checkpoint, pass the MultiTaskOptimizer itself.
         """
         return state_of(self._engine)

@@ -31,7 +31,7 @@ class Stage(IntEnum):
     HEADS = 6
     """Passes of the heads, which end at the features; the method combines their gradients."""
     TRUNK = 7
-    """The pass that takes the features' combined gradient to the trunk's parameters."""
+    """The pass that propagates the features' combined gradient to the trunk's parameters."""
 
     @property
     def is_joint(self) -> bool:
@@ -62,14 +62,14 @@ class Passes:
     before: Losses = field(default_factory=Losses)
     """The losses of earlier stages."""
     reached: tuple[bool, ...] = ()
-    """In HEADS: for each feature, whether a task has a gradient for it; after averaging, whether a
-    task on any rank has."""
+    """In HEADS: for each feature, whether a task has a gradient for it: on this rank before
+    averaging, on any rank afterwards."""
 
     @property
     def adds_tasks(self) -> bool:
         """Whether the gradients of several tasks add up without weights.
 
         If so, only the losses' graphs show which parameters each task reaches. Otherwise, nothing
-        is recorded from graphs, because a resumed run would check them at other steps.
+        is recorded from graphs, because a resumed run would check graphs in different steps.
         """
         return self.stage.is_joint and not self.separate and self.step.kept is None

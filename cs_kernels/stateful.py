@@ -30,7 +30,7 @@ def check_tensors(
 
 
 def check_same_tasks(found: Mapping[str, set[str]]) -> None:
-    """Raises ValueError if the entries of a state, tasks by name, differ in their tasks."""
+    """Raises ValueError unless all entries of a state, given by name, have the same tasks."""
     (first, tasks), *others = found.items()
     for name, of_other in others:
         if of_other != tasks:

@@ -23,7 +23,7 @@ class Losses:
 class Surgery:
     """The tensors from which a method made its update, for `MultiTaskOptimizer.report`.
 
-    They are on the gradients' device. The metadata "per" tells `merge` whether a tensor has a row
+    They are on the gradients' device. The metadata "per" is for `merge`: whether a tensor has a row
     per layer or an element per channel.
     """
 
@@ -85,7 +85,7 @@ class Surgery:
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
-    """Numbers as slices, because indexing with the numbers would synchronize with a GPU."""
+    """Converts indices to slices, because indexing with them would synchronize with a GPU."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
     return map(slice, starts, stops)
@@ -96,7 +96,7 @@ class KeptWeights:
     """The task weights of a step, cached for later steps."""
 
     number: int
-    """The number of steps before this step."""
+    """The number of the step that solved for the weights."""
     tasks: tuple[str, ...]
     layers: tuple[str, ...]
     """The modules of per-layer Gramians."""
@@ -119,13 +119,13 @@ class Keeping:
     refresh_every: int
     """The number of steps after which a task's gradient is computed again."""
     rank: int = 1
-    """The number of gradients per task, each of another step."""
+    """The number of gradients per task, each from a different step."""
     device: str | None = None
     """"cpu" for host memory; None for the gradients' device."""
 
 
 class Anchor(NamedTuple):
-    """A kept gradient that constrains an update, without being a part of it."""
+    """A kept gradient that constrains an update but is not added to it."""
 
     task: str
     number: int
@@ -143,10 +143,10 @@ class Step:
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, a detached scalar; the sum over micro-batches."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
-    """The losses after weighting. The gradients are theirs, times the loss scale."""
+    """The losses after weighting. Backward passes start from them, times the loss scale."""
     known: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of this step that are known before a task's backward pass, detached: all tasks' in
-    `backward`, the task's own in `step`. Empty on many ranks and with micro-batches."""
+    """The losses of this step that are known before a task's backward pass, detached: in `backward`
+    of all tasks, in `step` of this task alone. Empty on many ranks and with micro-batches."""
     losses_after: dict[str, Tensor] = field(default_factory=dict)
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class Step:
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, such as a scaler's, or None."""
     counter: Tensor | None = None
-    """Int64 [1] on the device; replaces the number in a CUDA graph."""
+    """Int64 [1] on the device; replaces `number` in a CUDA graph."""
     surgery: Surgery = field(default_factory=Surgery)
     """The tensors for a report; the method stores them here."""
     elapsed: Elapsed | None = None
@@ -209,7 +209,7 @@ class CapturedFacts(Step):
     """The facts of a step in a CUDA graph, whose number changes from replay to replay."""
 
     def __getattribute__(self, name: str) -> Any:
-        """Reads any other attribute.
+        """Reads an attribute other than `number`.
 
         Raises:
             RuntimeError: The attribute is `number`.

@@ -1,1 +1,1 @@
-"""How a step is made; `steps.py` is the page to read first."""
+"""How a step is made; `steps.py` is the file to read first."""

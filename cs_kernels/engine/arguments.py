@@ -28,7 +28,7 @@ def check_kinds(
     scaler: object,
     backward: object,
 ) -> None:
-    """Raises TypeError for an argument of the wrong kind, such as a class in place of an object."""
+    """Raises TypeError for an argument of the wrong type, such as a class instead of an object."""
     for name, value, kind, example in (
         ("method", method, Method, _A_METHOD),
         ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
@@ -51,7 +51,7 @@ def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    """Raises if the trunk is scripted, or lacks normalizations that know the tasks."""
+    """Raises if the trunk has a scripted module, or a normalization that lacks a task."""
     for name, norm in trunk.named_modules():
         if isinstance(norm, torch.jit.ScriptModule):
             raise ValueError(
@@ -69,7 +69,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
 
 
 def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None:
-    """Raises if the method does not fit the tasks, or needs normalizations that are not there."""
+    """Raises if the method does not fit the tasks, or needs normalizations that the trunk lacks."""
     _check_kind("method", method, Method, _A_METHOD)
     method.check(tasks)
     if method.prioritizes and not task_norms(trunk):
@@ -81,7 +81,7 @@ def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None
 
 
 def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
-    """Raises if the weighting cannot get what it needs after a step."""
+    """Raises if the method or the number of ranks does not fit the weighting."""
     if weighting.needs_gramian and not method.has_gramian:
         raise ValueError(
             f"method must be a Gramian method for {weighting!r}, got {method!r}: for the plain sum,"
@@ -134,7 +134,7 @@ def check_held(
     held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
-    """Raises if nothing shared trains, or the optimizer lacks a parameter that trains."""
+    """Raises if no shared parameter trains, or the optimizer lacks a parameter that trains."""
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"

@@ -52,7 +52,7 @@ def build_engine(
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has the wrong type.
 
     """
     names = check_tasks(tasks)

@@ -1,6 +1,6 @@
-"""The engine: the parts of a training loop, and the operations that all kinds of steps share.
+"""The engine: the components of a training loop, and the operations that all steps share.
 
-Read `steps.py` first; it has the ways to make a step.
+Read `steps.py` first: it defines how steps are made.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -37,10 +37,10 @@ from cs_kernels.weightings import Weighting
 
 
 class Engine:
-    """Owns the parts of a training loop.
+    """Owns the components of a training loop.
 
     Args:
-        trunk: The shared module, and what its passes have shown.
+        trunk: The shared module, and the discoveries of its passes.
         optimizers: The torch optimizers.
         ranks: The processes that train together, perhaps only this one.
         method: Makes the joint update.
@@ -96,7 +96,7 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps a call: Ctrl-C waits for its end, and other ranks learn of an exception."""
+        """Wraps a call: delays Ctrl-C to its end, and reports an exception to other ranks."""
         self.ranks.wrappers.switch_off()
         with held_back(), self.ranks.together():
             yield
@@ -172,7 +172,7 @@ class Engine:
         """Begins a step, and returns its facts.
 
         Args:
-            tasks: The tasks that are known to take part.
+            tasks: The tasks that are known so far to take part.
             phase: The step's phase.
             at_features: Whether methods combine gradients of features, not of parameters.
             more: Whether a later call may add tasks.
@@ -194,7 +194,7 @@ class Engine:
         return step
 
     def separates(self, step: Step) -> bool:
-        """Whether joint passes keep the tasks' gradients apart."""
+        """Whether joint passes keep the tasks' gradients separate."""
         weights_are_known = step.kept is not None and not step.kept.layers
         return self.method.separate_gradients and not weights_are_known
 
@@ -255,7 +255,7 @@ class Engine:
                 self.trunk.check_reached(task, reached)
 
     def surgery(self, passes: Passes) -> None:
-        """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
+        """Writes the shared parameters' update to `.grad`, from the gradients of all tasks."""
         step = passes.step
         gradients, eager = self.ranks.gradients, step.counter is None
         if not passes.separate:  # The tasks' gradients have added up.
@@ -298,7 +298,7 @@ class Engine:
         self.guard.note_steps()
 
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
-        """Steps the torch optimizers for the last time in a step; returns the losses.
+        """Makes a step's last step of the torch optimizers; returns the losses.
 
         Everything that can fail comes earlier, and is undone after an exception. Only assignments
         follow the optimizers' step.
@@ -421,7 +421,7 @@ class Engine:
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Forgets everything that passes have shown."""
+        """Forgets the discoveries of all passes."""
         self.trunk.forget()
         self.graph.forget()
         self.pass_checks.forget()

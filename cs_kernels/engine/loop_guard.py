@@ -1,8 +1,8 @@
 """Watches the torch optimizers: every gradient is used once, and only when it is complete.
 
 Four mistakes raise: an optimizer step before the update of `backward(..., update=False)`, a missing
-optimizer step after an update, a second one with the same update, and a call that would drop an
-unused gradient from elsewhere, such as that of a loss that is not a task's.
+optimizer step after an update, a second step with the same update, and a call that would drop an
+unused gradient from elsewhere, such as the gradient of a loss that belongs to no task.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
-"""The attribute for marks: on a torch optimizer, and on gradients that an update has left or an
-optimizer step has used, where the gradient's version stands beside the mark. (Weak references to
-gradients would keep `Module.to` from exchanging them, and addresses may be reused.)"""
+"""The attribute for marks: on a torch optimizer, a mark; on a gradient that an update has left or
+an optimizer step has used, a mark and the gradient's version. (Weak references to gradients would
+keep `Module.to` from exchanging them, and addresses may be reused.)"""
 
 _UNMARKED = (None, 0)
 
@@ -55,13 +55,13 @@ def _mark_on(optimizer: Any) -> _Mark:
 
 
 def _counter_of(grad: Tensor) -> Tensor:
-    """The tensor whose version counts changes of a gradient: of a DTensor, its local tensor."""
+    """The tensor whose version counts changes of a gradient: for a DTensor, its local tensor."""
     counter: Tensor = getattr(grad, "_local_tensor", grad)
     return counter
 
 
 def _is_zero(grads: Iterable[Tensor | None]) -> bool:
-    """Whether all gradients are zero: one host synchronization."""
+    """Whether all gradients are zero; makes one host synchronization."""
     found = [grad.any() for grad in _values(grads)]
     return not found or not bool(torch.stack([one.to(found[0].device) for one in found]).any())
 
@@ -104,7 +104,7 @@ class LoopGuard:
         self._replayed = False
         """Whether a CUDA graph has written the gradients, which then have no marks."""
         self._now: Literal["passes", "steps"] | None = None
-        """What `MultiTaskOptimizer.step` does now: passes, or the torch optimizers' steps."""
+        """What `MultiTaskOptimizer.step` is running: passes, or the torch optimizers' steps."""
         self._notice_steps()
         self._mark()
 
@@ -223,8 +223,8 @@ class LoopGuard:
     def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
         unstepped = [n for n, (p, version) in unused.items() if p._version == version]
-        # These host synchronizations are rare: only when gradients were zeroed, or a scaler or the
-        # loop skipped the step because they are not finite.
+        # These host synchronizations are rare: they happen only if gradients were zeroed, or if a
+        # scaler or the loop skipped the step because gradients are non-finite.
         if _is_zero(grad for n in unstepped for grad in _gradients_of(self._optimizers[n])):
             return
         if _is_finite(grad for one in self._optimizers for grad in _gradients_of(one)):
@@ -235,7 +235,7 @@ class LoopGuard:
             )
 
     def _notice_steps(self) -> None:
-        """Hooks the optimizers' steps, since a step that writes into `.data` changes no version."""
+        """Hooks into the optimizers' steps: a step that writes into `.data` changes no version."""
         this = weakref.proxy(self)  # The optimizer must not keep the guard alive.
 
         def refuse(n: int) -> None:
@@ -266,7 +266,7 @@ class LoopGuard:
                 this._updated.add(n)
             else:
                 this._updated.discard(n)
-            if this._now != "steps":  # Otherwise, `note_steps` marks the gradients of all.
+            if this._now != "steps":  # Otherwise, `note_steps` marks all gradients.
                 this._mark_one(n)
                 this._accumulation.forget_dropped()
 

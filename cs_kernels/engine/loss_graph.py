@@ -26,8 +26,8 @@ from cs_kernels.weightings import Weighting
 Backward = Callable[..., object]
 
 _CHECKED_EVERY = 32
-"""Steps between two checks of graphs. `backward` does not see the modules behind its losses, so
-only the graph shows that one was unfrozen."""
+"""The number of steps between two checks of graphs. `backward` does not see the modules that made
+its losses, so only the graph shows that one of them was unfrozen."""
 
 
 class LossGraph:
@@ -64,9 +64,9 @@ class LossGraph:
         self._in_foreign_memory: set[nn.Parameter] = set()
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
-        """Whether to look for such gradients after a pass, which is slow."""
+        """Whether to look for gradients in foreign memory after a pass, which is slow."""
         self._hides_leaves = False
-        """Whether a function in a checked graph may make gradients of leaves that it hides."""
+        """Whether a function may compute gradients of leaves that a checked graph does not show."""
         self._refuses_batches = False
         """Whether a batched pass has failed since the graphs were checked."""
         self.version = 0
@@ -98,7 +98,7 @@ class LossGraph:
             task: The task.
             loss: Its loss.
             shows_reach: Whether only the graph shows which parameters the task reaches.
-            alone: Whether the pass is for this task alone, so that hooks may make gradients.
+            alone: Whether the pass is for this task alone, so that hooks may compute gradients.
 
         Raises:
             ValueError: The loss depends on a parameter that the optimizer does not hold, or on no
@@ -222,7 +222,7 @@ class LossGraph:
                 their gradients, or None.
 
         Returns:
-            Whether it has made them; if not, nothing has changed.
+            Whether the passes were made; if not, nothing has changed.
 
         """
         shared = self._trunk.shared
@@ -230,7 +230,7 @@ class LossGraph:
         if not known or self._refuses_batches:
             return False
         held = self._trunk.held()
-        # Hooks run once per task, and need not be able to read a batched gradient.
+        # Hooks expect one call per task, and may be unable to read a batched gradient.
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in held):
             return False
         if self._hides_leaves:
@@ -303,7 +303,7 @@ class LossGraph:
         """Wraps a pass with cached task weights.
 
         Raises:
-            RuntimeError: A gradient has reached `.grad` without a hook that weights it.
+            RuntimeError: A gradient has reached `.grad` unweighted, because no hook saw it.
 
         """
         parameters = [] if self._ranks.is_distributed else self._trunk.combined()
@@ -354,8 +354,7 @@ class LossGraph:
             )
             self._own_memory()
             return
-        # A custom `backward` may scale the loss, as a scaler does: the probe's gradient is that
-        # factor.
+        # A custom `backward` may scale the loss: the probe's gradient is then the factor.
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = self.scaled(weighted)

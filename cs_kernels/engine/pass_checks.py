@@ -1,8 +1,8 @@
 """Checks the first backward passes of every task; later passes are not checked.
 
-Parts of a network that act once per backward pass break a method that makes several: auxiliary
-losses whose gradient is injected, functions that overwrite their saved tensors, optimizers in
-hooks, hooks that move gradients elsewhere.
+Some code in networks relies on a single backward pass per step: auxiliary losses that inject a
+gradient, functions that overwrite their saved tensors, optimizer steps in hooks, hooks that move
+gradients elsewhere.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ _TOLERANCE, _FLOOR = 0.01, 1e-4
 """The difference that atomic additions on a GPU may make, relative to a gradient's norm and to the
 largest norm: a gradient may cancel out, as a bias's does before a normalization."""
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
-"""The same where 16-bit numbers are added."""
+"""The same for 16-bit gradients."""
 _MOST_CHECKS = 4
-"""How many times passes may be checked again: a loop may freeze other parameters in every step."""
+"""How often passes may be checked again: a loop may freeze different parameters in every step."""
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
@@ -62,9 +62,9 @@ class PassChecks:
         self._tasks: set[str] = set()
         """The tasks whose first passes have been watched."""
         self._arrived: dict[str, set[int]] = {}
-        """By task with its first pass in this stage: the shared parameters that got a gradient."""
+        """By task whose first pass is in this stage: the shared parameters that got a gradient."""
         self._left = _MOST_CHECKS
-        """How many more times passes may be checked again."""
+        """The number of times that passes may still be checked again."""
         self._together: dict[str, set[str]] = {}
         """By task: the tasks with which passes through one graph have proved repeatable."""
 
@@ -189,14 +189,15 @@ class PassChecks:
     ) -> None:
         """Checks that a graph allows several passes, unless it was checked for the same tasks.
 
-        Runs the part that several tasks share three times, once with zeros.
+        Runs the part of the graph that several tasks share three times, once with a zero gradient.
 
         Args:
             losses: The loss of each task.
             features: Where the passes end, if not at the leaves.
 
         Raises:
-            RuntimeError: The passes differ, one with zeros makes gradients, or a second one fails.
+            RuntimeError: Two passes differ, a zero gradient gives a nonzero one, or the second pass
+                fails.
 
         """
         tasks, unseen = set(losses), set[str]()
@@ -222,7 +223,7 @@ def check_shared_part(
     features: Sequence[Tensor] = (),
     ways_out: str = _WAYS_OUT,
 ) -> None:
-    """Runs the part of a graph that several tasks share three times, once with zeros.
+    """Runs the part of a graph that several tasks share three times, once with a zero gradient.
 
     Args:
         losses: The loss of each task.
@@ -232,7 +233,8 @@ def check_shared_part(
         ways_out: The remedy that messages recommend.
 
     Raises:
-        RuntimeError: The passes differ, one with zeros makes gradients, or a second one fails.
+        RuntimeError: Two passes differ, a zero gradient gives a nonzero one, or the second pass
+            fails.
 
     """
     part = _shared_part(losses, features)
@@ -262,10 +264,10 @@ class _SharedPart(NamedTuple):
     """The part of a graph that passes of several tasks visit."""
 
     starts: dict[str, set[Edge]]
-    """By task: the edges by which its pass enters. Tasks that add no nodes to those of earlier
-    tasks are left out."""
+    """By task: the edges by which its pass enters the shared part. A task is left out if earlier
+    tasks' passes visit all its shared nodes."""
     is_half: bool
-    """Whether any gradient in it has 16 bits."""
+    """Whether any gradient in the shared part has 16 bits."""
 
 
 def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _SharedPart:
@@ -273,7 +275,7 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
     nodes = {task: walk([edge_of(loss)], ends).nodes for task, loss in losses.items()}
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
-    # `torch.autograd.grad`, which leaves `.grad` alone, cannot pass reentrant checkpointing.
+    # `torch.autograd.grad`, which leaves `.grad` alone, does not support reentrant checkpointing.
     if any(map(is_reentrant, shared)):
         warnings.warn(
             "reentrant checkpointing hides what backward passes do, so parts that act once per pass"
@@ -362,7 +364,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of a pass that begins at these edges, and leaves `.grad` unchanged.
 
-    A pass from a loss would also run the nodes of its task alone, which may run only once.
+    A pass from the loss would also run nodes that only its task visits, and these may allow only
+    one pass.
     """
     starts = [_any_gradient(edge) * factor for edge in edges]
     before = [p.grad for p in held]
@@ -370,7 +373,7 @@ def _gradients(
         p.grad = None
     try:
         found = torch.autograd.grad(edges, targets, starts, retain_graph=True, allow_unused=True)
-        # A function with a backward pass inside accumulates gradients in `.grad`.
+        # A function that runs a backward pass of its own accumulates gradients in `.grad`.
         inner = [target.grad if target.is_leaf else None for target in targets]
     finally:
         for p, grad in zip(held, before, strict=True):
@@ -381,7 +384,7 @@ def _gradients(
 
 
 def _any_gradient(edge: GradientEdge) -> Tensor:
-    """Numbers to use as an edge's gradient, such that no operation maps all of them to zero."""
+    """Varied numbers to use as an edge's gradient, which operations hardly map to zeros only."""
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)

@@ -1,4 +1,4 @@
-"""Every way to make a step, from the call to the torch optimizers: the page to read first.
+"""Every way to make a step, from the call to the torch optimizers: the file to read first.
 
 A call checks its arguments, and the ranks agree on the call (`begin`). Backward passes then leave
 each task's gradients in a row, or add them up in `.grad`, stage by stage (`stage.py`); the method
@@ -110,7 +110,7 @@ def backward(engine: Engine, losses: object, *, update: bool, batched: bool) -> 
         engine: Makes the update.
         losses: The loss of each task that this rank has labels for.
         update: Whether to make the update; otherwise the gradients wait for a later call.
-        batched: Whether to make the backward passes at once.
+        batched: Whether to make all backward passes at once.
 
     """
     with engine.together(), engine.accumulation.dropped_on_error(engine.transaction.drop):
@@ -168,9 +168,8 @@ def backward_at_features(
             tasks = engine.begin(chosen, 2, stage, passes=needed, features=found.number)
             with engine.undone_on_error("cs_kernels.backward"):
                 step = engine.new_step(tasks, 2, at_features=True)
-                if (
-                    not engine.method.separate_gradients
-                ):  # A plain sum needs no stop at the features.
+                # A plain sum needs no stop at the features.
+                if not engine.method.separate_gradients:
                     return _made(engine, Passes(step, tasks, stage), given)
                 heads = Passes(step, tasks, Stage.HEADS)
                 with engine.passing(heads) as parameters:
