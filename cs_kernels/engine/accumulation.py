@@ -16,7 +16,7 @@ from cs_kernels.step import Step
 
 
 class Accumulation:
-    """The gradients that calls of `backward(update=False)` have left for a later one.
+    """The gradients that calls of `backward(update=False)` have left for a later call.
 
     It is open from the first such call (`wait`) until the update (`clear`), an exception
     (`dropped_on_error`), or a `zero_grad()`, which `is_open` detects.
@@ -34,7 +34,7 @@ class Accumulation:
         self._marks: list[tuple[nn.Parameter, Tensor | None, int]] = []
         """All parameters, their gradients in `.grad`, and the gradients' versions."""
         self._lent: nn.Parameter | None = None
-        """The first parameter, if its gradient is in the rows too."""
+        """A parameter whose gradient in a row is also in `.grad`, if any."""
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update."""
@@ -97,7 +97,7 @@ class Accumulation:
         """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
 
         Raises:
-            RuntimeError: They were changed, but not set to zero.
+            RuntimeError: The gradients were changed, but not set to zero.
 
         """
         dense = (

@@ -20,14 +20,14 @@ class _Kept:
     number: int
     """The number of the step that computed it."""
     row: list[Tensor | None]
-    """As `Storage.keep` has returned it; perhaps on another device."""
+    """The result of `Storage.keep`, perhaps on another device."""
 
 
 class Anchors:
     """The gradients that a method keeps between steps (`Method.keeps`).
 
     Args:
-        ranks: Has the gradients of a step.
+        ranks: Holds the gradients of a step.
 
     """
 
@@ -37,7 +37,7 @@ class Anchors:
         self._kept: dict[str, list[_Kept]] = {}
         """By task, the newest gradient first."""
         self._expired = False
-        """Whether the next joint step computes them again, whatever their age."""
+        """Whether the next joint step computes the gradients again, whatever their age."""
         self._fresh: dict[str, list[Tensor | None]] = {}
         """The protected tasks' gradients in the current step, from `lend` to `after`."""
 
@@ -46,11 +46,11 @@ class Anchors:
         self._kept, self._expired = {}, False
 
     def expire(self) -> None:
-        """Makes the next joint step compute the gradients again: other parameters may train."""
+        """Makes the next joint step compute the gradients again: different parameters may train."""
         self._expired = True
 
     def due(self, tasks: Sequence[str], method: Method, number: int) -> tuple[str, ...]:
-        """The tasks whose gradients a joint step computes; all of them if none is due.
+        """The tasks whose gradients a joint step computes; all given tasks if none is due.
 
         Args:
             tasks: The tasks with labels.
@@ -69,9 +69,9 @@ class Anchors:
         return tuple(task for task in tasks if task not in waits) or tuple(tasks)
 
     def lend(self, step: Step, method: Method) -> None:
-        """Before the method runs: adds kept gradients to the rows, and sets new ones aside.
+        """Before the method runs: adds kept gradients to the rows, and sets this step's aside.
 
-        The new ones replace the gradients of earlier steps at the end of the step (`after`).
+        This step's gradients replace kept ones at the end of the step (`after`).
         """
         keeps, ranks = method.keeps, self._ranks
         if keeps is None:
@@ -93,7 +93,7 @@ class Anchors:
                 step.anchors = (*step.anchors, Anchor(task, kept.number))
 
     def after(self, step: Step, method: Method) -> Callable[[], None]:
-        """After the method has run; returns a function that ends the step.
+        """After the method has run: returns a function that keeps this step's gradients.
 
         A non-finite gradient is not kept; this check synchronizes with the device.
         """
@@ -120,9 +120,9 @@ class Anchors:
         return [name for name, parameter in parameters if parameter.requires_grad]
 
     def state_dict(self, keeps: Keeping) -> dict[str, Any]:
-        """Facts, and for every gradient that the method keeps a tensor per shared parameter.
+        """Facts and, for each gradient that the method keeps, one tensor per shared parameter.
 
-        The entries are the same before the first step, because a distributed checkpoint is loaded
+        All entries exist even before the first step, because a distributed checkpoint is loaded
         only into existing entries.
         """
         facts: dict[str, Any] = {}

@@ -5,9 +5,9 @@ there, and one backward pass of the trunk propagates the combination (MGDA-UB, S
 2018, section 3.3; IMTL-G, Liu et al. 2021). Memory holds K gradients of the features in place of
 K gradients of all shared parameters.
 
-On many ranks, each has the features of its own samples. The products of gradients are sums over
-samples, so over ranks; the tasks' weights are then the same everywhere, every rank takes its own
-part of the combination through the trunk, and the trunk's gradients are reduced once.
+On many ranks, each rank has the features of its own samples. Products of gradients are sums over
+all samples, so they are summed over the ranks, and the task weights are equal on all ranks. Each
+rank propagates its samples' combined gradient through the trunk, whose gradients are reduced once.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def found_features(engine: Engine, given: object, losses: Mapping[str, Tensor]) 
     """
     trunk = engine.trunk
     tensors = tensors_of(given)
-    # Other ranks may have labels; only the number of this rank's features counts.
+    # If only other ranks have labels, only the number of this rank's features matters.
     if not losses:
         tensors = [torch.empty(0, device=trunk.device) for _ in tensors]
     shared: dict[Tensor, nn.Parameter] = {p: p for p in trunk.shared}

@@ -1,8 +1,8 @@
-"""Training steps in CUDA graphs: what is captured, when it is captured again, and its replay.
+"""Training steps in CUDA graphs: their capture, the conditions for a new capture, their replay.
 
-A replay repeats the kernels of the captured step on the same addresses. Decisions in Python are
-made before each replay (phase, step number, checks), read from device memory (the counter of draws,
-the states of methods and weightings), or compared with those of the capture.
+A replay repeats the kernels of the captured step on the same addresses. Everything that may change
+between steps is handled in Python before each replay (phase, step number, checks), read from device
+memory (the counter of draws, the states of methods and weightings), or compared with the capture.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class CapturedStep:
         self._tasks = engine.chosen(tasks)
         self._warmup = checked_integer("warmup", warmup, 1)
         self._modules: tuple[object, list[nn.Module]] = None, []
-        """The cache of `_modules_that_run`: the versions that it was built for, and the modules."""
+        """The cache of `_modules_that_run`: the versions for which it is valid, and the modules."""
         self._recordings: dict[Phase, _Recording] = {}
         self._warm: Counter[Phase] = Counter()
         """The eager steps of each phase since its last capture."""
@@ -76,9 +76,9 @@ class CapturedStep:
             The loss of each task, detached and unweighted: copies, which no replay overwrites.
 
         Raises:
-            RuntimeError: As `MultiTaskOptimizer.step`; or the torch optimizer keeps numbers or
+            RuntimeError: As in `MultiTaskOptimizer.step`; or the torch optimizer keeps numbers or
                 tensors on the host, which replays would not update; or a method or weighting reads
-                `step.number`; or it is called under `torch.autocast` with a cache.
+                `step.number`; or the call is made under `torch.autocast` with a cache.
 
         """
         with held_back():
@@ -147,7 +147,7 @@ class CapturedStep:
         return {task: recording.losses[task].clone() for task in self._tasks}
 
     def _is_current(self, recording: _Recording, phase: Phase) -> bool:
-        """Whether a replay would still do what an eager step would."""
+        """Whether a replay would still do the same as an eager step."""
         values, tensors = self._facts(phase)
         known = recording.tensors
         same = len(tensors) == len(known) and all(map(is_, tensors, known))
@@ -211,7 +211,7 @@ def _check_autocast(device: torch.device) -> None:
 
 
 def _check_replays(engine: Engine) -> None:
-    """Raises ValueError if replays would be wrong, whatever the device."""
+    """Raises ValueError if replays would be wrong on any device."""
     for name, module in engine.trunk.module.named_modules():
         averages = isinstance(module, _NormBase) and module.track_running_stats
         if averages and module.momentum is None:
@@ -247,7 +247,7 @@ def _check_on_device(engine: Engine, device: torch.device) -> None:
 
 
 def _check_state(engine: Engine) -> None:
-    """Raises RuntimeError if torch optimizers keep something that replays would not update."""
+    """Raises RuntimeError if torch optimizers keep a state that replays would not update."""
     device = engine.trunk.device
     for name, value in engine.optimizers.state():
         if value is not None and not (isinstance(value, Tensor) and value.device == device):

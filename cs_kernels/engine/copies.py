@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class PartOfEngine(Generic[T]):
-    """An attribute that is a part of the engine."""
+    """An attribute that is stored in the engine."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -11,7 +11,7 @@ import torch
 
 
 class Graphs(Protocol):
-    """A device's way to record and replay a step."""
+    """Records and replays steps on one type of device."""
 
     def __init__(self, device: torch.device) -> None: ...
 
@@ -20,14 +20,14 @@ class Graphs(Protocol):
         """Whether any code is capturing a graph now."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """A context for the warm-up steps before a capture, ordered with the work around it."""
+        """A context for the eager steps before a capture, ordered with the work around it."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records `run` without executing it; returns a function that replays it."""
 
 
 class CudaGraphs:
-    """CUDA graphs. They share their memory, so only one is replayed at a time."""
+    """CUDA graphs that share one memory pool, so that only one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -45,15 +45,15 @@ class CudaGraphs:
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream), warnings.catch_warnings():
-                # Torch warns that no capture is running, and cannot know that one follows.
+                # Torch warns that no capture is running; one follows.
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable")
                 yield
         finally:
             outside.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Lets other threads, such as a data loader's, go on during the capture."""
-        from cs_kernels.ops.gpu.device import captured_tables  # For captures alone: import time.
+        """Records `run`, while other threads, such as a data loader's, may use the device."""
+        from cs_kernels.ops.gpu.device import captured_tables  # Slow to import; only needed here.
 
         graph = torch.cuda.CUDAGraph()
         # A pool lives as long as any graph that uses it.

@@ -32,8 +32,8 @@ _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
 class FeatureGradients(TaskGradients):
     """Gradients with respect to features, for this rank's samples: one row per task.
 
-    A feature that only one loss reaches is not that task's own, unlike such a parameter: its
-    gradient still reaches shared parameters.
+    A feature that only one loss reaches is not treated as that task's own, as a parameter would be:
+    its gradient still reaches shared parameters.
     """
 
     def __init__(self, features: Sequence[Tensor], tasks: Sequence[str], ranks: Ranks) -> None:
@@ -75,7 +75,7 @@ class FeatureGradients(TaskGradients):
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Keeps the updates of these features for the trunk's pass, and forgets the rows."""
+        """Keeps the updates of these features for the trunk's pass, and drops the rows."""
         self.combined.update(zip(parameters, self.updates(parameters), strict=True))
         self.clear()
 
@@ -136,7 +136,7 @@ def _accumulating(loss: Tensor, leaves: Mapping[Tensor, Any]) -> Hooks:
 
     def accumulates(node: Any) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            if current_pass() in passes:  # A pass inside a function accumulates by itself.
+            if current_pass() in passes:  # A nested pass accumulates its gradients itself.
                 node(grad)
 
         return hook
@@ -156,12 +156,12 @@ class Features:
     """The features of one call of `backward`, and the passes of its heads and its trunk.
 
     Args:
-        features: The features of this rank's samples. Without losses, only their number counts.
-        losses: The loss of each task; none where only other ranks have labels.
+        features: The features of this rank's samples. Without losses, only their number matters.
+        losses: The loss of each task; empty if only other ranks have labels.
         tasks: The names of all tasks.
         shared: The shared parameters of the trunk, by their leaf in a graph.
-        names_of: Names parameters in errors.
-        ranks: Adds up products of gradients.
+        names_of: Returns the names of parameters, for errors.
+        ranks: Sums products of gradients over the ranks.
 
     Raises:
         ValueError: The features do not separate the losses from the shared parameters; the message
@@ -218,7 +218,7 @@ class Features:
                 )
             # A `torch.autograd.Function`, such as reentrant checkpointing, can hide parameters.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
-            # Whether it shares nodes with the graph of an earlier feature.
+            # Whether this feature's graph shares nodes with an earlier feature's.
             joins = not nodes.isdisjoint(reached.nodes)
             if not (hidden or joins) and self._shared.keys().isdisjoint(reached.leaves):
                 raise _without_trunk(i, self._features[i])
@@ -254,7 +254,7 @@ class Features:
         return (shapes or ["an output of trunk"])[0]
 
     def _check_shared(self, heads: Mapping[str, Reached]) -> None:
-        """Raises if several tasks reach a shared parameter without passing the features."""
+        """Raises if several tasks reach a shared parameter other than through the features."""
         found: dict[Tensor, str] = {}
         for task, reached in heads.items():
             for leaf in self._shared.keys() & reached.leaves.keys():
@@ -273,8 +273,8 @@ class Features:
         `fully_shard` reduces them there.
 
         Raises:
-            ValueError: A term that the weighting added reaches the trunk past the features; or no
-                gradient reaches the features.
+            ValueError: A term that the weighting added reaches the trunk other than through the
+                features; or no gradient reaches the features.
             RuntimeError: A node between the features and several losses cannot run twice.
 
         """
@@ -289,7 +289,7 @@ class Features:
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
             with _without_hooks(self._features), hooked(_accumulating(loss, leaves)):
-                # `backward(inputs=...)` would also run the node that has made a feature.
+                # `backward(inputs=...)` would also run the node that computed a feature.
                 grads = torch.autograd.grad(
                     loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True
                 )[: self.number]

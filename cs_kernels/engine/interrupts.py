@@ -1,4 +1,4 @@
-"""Delays Ctrl-C to the end of a step, so that no step is left half done."""
+"""Delays Ctrl-C until the end of a step, so that no step is left half done."""
 
 import contextlib
 import signal
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from types import FrameType
 
 _delays = False
-"""Whether a Ctrl-C is delayed now. Only the main thread uses it."""
+"""Whether a block that delays Ctrl-C is active. Only the main thread uses this variable."""
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Delays a KeyboardInterrupt until the end of the block; a second Ctrl-C is not delayed.
 
-    Python runs signal handlers in the main thread alone, so elsewhere there is nothing to delay.
+    Python runs signal handlers only in the main thread, so other threads have nothing to delay.
     """
     global _delays
     handler = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Caches task weights for the steps after the one that solved for them."""
+"""Caches the task weights of one step for later steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from cs_kernels.step import KeptWeights, Step
 
 
 class Kept:
-    """Cached task weights of the last joint step that solved for them, if they may be reused."""
+    """The task weights of the last joint step that solved for them, if they may be reused."""
 
     def __init__(self, weights: KeptWeights | None = None, method: Method | None = None) -> None:
         self._weights = weights
@@ -37,8 +37,8 @@ class Kept:
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
         """The cached weights after a joint step. A step that solved synchronizes with the device.
 
-        Weights are discarded if any is non-finite or any task's gradient is zero: some methods give
-        such a task the weight 0, and some give it all the weight.
+        Weights are discarded if any is non-finite or any task's gradient is zero: for a zero
+        gradient, some methods give the task the weight 0, and others give it all the weight.
 
         Args:
             step: The step.

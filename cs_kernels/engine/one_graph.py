@@ -1,4 +1,4 @@
-"""The passes of `backward`: one per task through the graph of one forward pass of the caller."""
+"""The passes of `backward`: one per task, through the graph of the caller's forward pass."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
 
 
 def begin_update(engine: Engine, *, update: bool) -> Stage:
-    """Begins an update or continues the one of earlier calls; returns this call's stage."""
+    """Begins an update, or continues the update of earlier calls; returns this call's stage."""
     accumulation = engine.accumulation
     if accumulation.is_open():
         return Stage.LAST if update else Stage.MIDDLE
@@ -33,7 +33,7 @@ def begin_update(engine: Engine, *, update: bool) -> Stage:
 
 
 def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
-    """The number of passes where all ranks must make the same number; otherwise 1."""
+    """The number of backward passes if all ranks must make equally many; otherwise 1."""
     counts = engine.ranks.passes_are_counted and engine.kept.since is not None
     return engine.graph.passes(losses) if counts else 1
 
@@ -71,9 +71,9 @@ def check_batched(engine: Engine, *, batched: bool) -> None:
 def passes_of_losses(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], *, batched: bool = False
 ) -> None:
-    """The backward passes of losses, of which the last one frees the graph.
+    """The backward passes of losses, the last of which frees the graph.
 
-    Other ranks may have losses of further tasks.
+    Other ranks may have losses of other tasks.
     """
     step, ranks, graph = passes.step, engine.ranks, engine.graph
     weighted = weighted_losses(engine, passes, losses)

@@ -42,7 +42,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
     """The forward and backward passes of one task, which leave its gradients in `.grad`."""
     step, trunk, graph = passes.step, engine.trunk, engine.graph
     alone = len(closures) == 1 and engine.ranks.size == 1
-    # Active in the backward pass too: checkpointing recomputes the trunk there.
+    # The task stays active in the backward pass, where checkpointing recomputes the trunk.
     with active(trunk.norms, task):
         for number, closure in enumerate(closures, 1):
             with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
@@ -144,7 +144,7 @@ def _what_it_reads(function: object) -> object:
 
 @contextlib.contextmanager
 def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterator[None]:
-    """Wraps a closure.
+    """Wraps a call of the closure.
 
     Raises:
         RuntimeError: The closure has changed a gradient in `.grad`.

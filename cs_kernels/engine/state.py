@@ -13,8 +13,8 @@ from cs_kernels.weightings import Weighting
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """Implements `MultiTaskOptimizer.state_dict`."""
-    # Distributed checkpoints split a dictionary into its entries and load it only into one with the
-    # same entries; they keep a tuple whole.
+    # Distributed checkpoints split a dictionary into its entries, and load it only into a
+    # dictionary with the same entries; they keep a tuple whole.
     state: dict[str, Any] = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,

@@ -1,6 +1,6 @@
-"""Which way to make gradients supports which feature: the only table, with its messages.
+"""The features that each way to make gradients supports, in one table with the error messages.
 
-The documentation's table is made from it (`table`).
+`table` makes the documentation's table from it.
 """
 
 from collections.abc import Callable, Mapping

@@ -37,7 +37,7 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) ->
     """The hooks for a backward pass of one task: each shared parameter's gradient is weighted.
 
     Args:
-        shared: The shared parameters, as graphs have them.
+        shared: The shared parameters, as they appear in graphs.
         weight: The task's weight.
         arrived: Receives the parameters that got a gradient.
 
@@ -55,7 +55,7 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) ->
 
 
 class OnePass(NamedTuple):
-    """Where one backward pass of several tasks weights gradients; every node runs once."""
+    """The nodes at which a single backward pass of several tasks weights gradients."""
 
     edges: Sequence[tuple[Any, Set[int], str]]
     """A node of one task, the indices of the gradients that it passes on to nodes of several tasks
@@ -64,11 +64,11 @@ class OnePass(NamedTuple):
     """The tasks whose loss is a node of several tasks."""
 
     def hooks(self, weights: Mapping[str, Tensor]) -> Hooks:
-        """The hooks of the nodes."""
+        """Hooks that weight the gradients."""
         return [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
 
     def terms(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The losses to add up."""
+        """The terms whose sum to differentiate: the losses, weighted if in `whole`."""
         with torch.enable_grad():
             return [weighed(x, weights[t]) if t in self.whole else x for t, x in losses.items()]
 
@@ -80,18 +80,18 @@ def find_one_pass(
     *,
     trusts_functions: bool,
 ) -> OnePass | None:
-    """One backward pass of several tasks, or None where it would give a wrong gradient.
+    """One backward pass of several tasks, or None if it could give a wrong gradient.
 
     The gradient would be wrong if a node of several tasks led to leaves other than shared
     parameters. It might be wrong if the graph hides parameters: reentrant checkpointing runs its
     function again in the backward pass, and any other `torch.autograd.Function` can hide some, even
-    parameters that the graph shows elsewhere. Parameters missing from the graph must then be
-    shared, and the function must be a node of several tasks, so that gradients are weighted before
-    it. A leaf's hook can make gradients of any parameters.
+    parameters that the graph shows elsewhere. With such a function, all parameters missing from the
+    graph must be shared, and the function must be a node of several tasks, so that gradients are
+    weighted before they reach it. A hook of a leaf can compute gradients of any parameters.
 
     Args:
         losses: By task.
-        shared: The parameters whose gradients are weighted, as the graph has them.
+        shared: The parameters whose gradients are weighted, as they appear in the graph.
         held: All parameters of the torch optimizers that may be in the graph.
         trusts_functions: Whether to assume that a function of one task hides no parameter that the
             graph shows elsewhere.

@@ -1,4 +1,4 @@
-"""The torch optimizers of a training loop, as one."""
+"""The torch optimizers of a training loop, used as one."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -90,11 +90,11 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
                 one.step()
         else:
             for one in self:
-                # The scaler refuses an optimizer without any gradient, such as another task's.
+                # The scaler raises for an optimizer without any gradient, such as another task's.
                 if any(p.grad is not None for p in held_by(one)):
                     scaler.step(one)
             scaler.update()
-        # An enclosing autocast would go on using cached casts of the old weights.
+        # An enclosing autocast would keep using cached casts of the old weights.
         torch.clear_autocast_cache()
 
     def check_scales(self) -> None:

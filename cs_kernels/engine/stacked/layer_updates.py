@@ -1,8 +1,8 @@
 """The updates of a stacked pass, made for a few layers at a time.
 
-A layer passes on the gradients of all tasks in its backward pass. They wait until another
-layer's would not fit beside them; then the method combines the waiting ones. So memory holds at
-most K gradients of the largest layer, and small layers share one call of an operator.
+In its backward pass, a layer hands over the gradients of all tasks. They wait until the next
+layer's gradients would exceed the memory limit; then the method combines the waiting gradients.
+Memory thus holds at most K gradients of the largest layer, and small layers share operator calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +23,7 @@ class LayerUpdates:
         gradients: Its rows hold the gradients of waiting parameters.
         step: The step, whose tasks take part.
         combine: Makes the updates of the parameters in the rows, and leaves the rows empty.
-        by_module: Whether the method takes all gradients of a module together, and numbers the
-            modules of a step.
+        by_module: Whether the method combines gradients per module, as with groups="layer".
 
     """
 

@@ -22,16 +22,16 @@ class PartsCheck:
         self._next = 0
 
     def begin(self, kept: int | None) -> None:
-        """Begins a pass: None for the first one, or the part that is not changed."""
+        """Begins a pass that changes all parts but `kept`, or no part if it is None."""
         self._kept, self._next = kept, 0
 
     def changed(self, x: Tensor) -> Tensor:
-        """Changes the numbers in the other parts of a normalized tensor."""
+        """Changes the numbers in all parts of a normalized tensor but the kept one."""
         scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
         return self._with(x, lambda part: part * scale + offset)
 
     def changed_input(self, x: Tensor) -> Tensor:
-        """Changes the numbers in the other parts of an input; signs and dtypes stay."""
+        """Changes the numbers in all parts of an input but the kept one; signs and dtypes stay."""
         if x.is_floating_point():
             return self._with(x, lambda part: part * 0.5)
         return self._with(x, lambda part: part.flip(0))
@@ -63,7 +63,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
         return False
     if not (one.is_floating_point() and one.numel()):
         return torch.equal(one, other)
-    # A GPU may add in another order.
+    # A GPU may add in a different order.
     tolerance = 1e-4 if one.dtype.itemsize > 2 else 1e-2
     scale = other.abs().nan_to_num(posinf=0.0).max().item()
     return torch.allclose(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)

@@ -1,12 +1,12 @@
 """Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
 
-In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. Such a layer
-computes the gradients of its weight and bias for every task from that task's part, and passes
-them to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
+In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. From each task's
+part, a convolution or linear layer computes the gradients of its weight and bias for that task, and
+passes them to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
 
-A tensor subclass (`TaskWeight`) stands for such a weight in the module, since only a subclass sees
-every function that takes the weight. It relies on undocumented parts of torch, tried with 2.10 to
-2.14: a tensor subclass in `Module._parameters`, `DisableTorchFunctionSubclass`, `_backward_cls`,
+A tensor subclass (`TaskWeight`) replaces the weight in the module, since only a subclass intercepts
+every function that takes the weight. It relies on undocumented features of torch, tested with 2.10
+to 2.14: a tensor subclass in `Module._parameters`, `DisableTorchFunctionSubclass`, `_backward_cls`,
 and `__torch_function__` for every attribute in `_FACTS`.
 
 Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
@@ -47,7 +47,7 @@ class Stack:
     problem_of: Callable[[Tensor, str], Exception | None]
     """Takes a layer's input and name; returns an error if the input is not made of tasks' parts."""
     runs: bool = False
-    """Whether the trunk runs on the batches of all tasks."""
+    """Whether the trunk is running on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
     """By `id` of a repeated input: this input and its version, the original and its version."""
     layers: list[tuple[nn.Parameter, ...]] = field(default_factory=list)
@@ -72,7 +72,8 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """Makes the stand-in of a parameter; errors call it `label`."""
-        # Stays in the graph, since some functions, such as scripted ones, ignore the subclass.
+        # Connected to the parameter in the graph: some functions, such as scripted ones, ignore the
+        # subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
@@ -114,7 +115,7 @@ class TaskWeight(Tensor):
 def _runs_as_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
 ) -> bool:
-    """Whether a layer runs as `_TaskLayer`; the stack records it, or why it does not."""
+    """Whether a layer runs as `_TaskLayer`; the stack records the layer, or why it does not."""
     stand_ins = [tensor for tensor in (weight, bias) if isinstance(tensor, TaskWeight)]
     if not stand_ins or any(isinstance(a, TaskWeight) for a in (x, *args, *kwargs.values())):
         return False
@@ -224,7 +225,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> T
 
 
 class _TaskLayer(torch.autograd.Function):
-    """Runs a layer; with `once`, its input is the same for all tasks, and was not repeated."""
+    """Runs a layer; with `once`, its input is one batch for all tasks, not repeated."""
 
     @staticmethod
     def forward(
@@ -238,7 +239,7 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # `save_for_backward` would not do: checkpointing would return a copy of the parameter.
+        # Not by `save_for_backward`, since checkpointing would return a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)

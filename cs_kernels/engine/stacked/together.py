@@ -98,7 +98,7 @@ def step_together(
 
 
 class _Together:
-    """All tasks' passes as one; its backward pass makes the updates."""
+    """One pass for all tasks, whose backward pass makes the updates."""
 
     def __init__(
         self, engine: Engine, forward: Forward, trunk: nn.Module, known: KnownPasses
@@ -160,9 +160,8 @@ class _Together:
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
-                if (
-                    checks
-                ):  # Only in the first call, whose saved tensors a later check would change.
+                # Only before the first call: a later check would change the call's saved tensors.
+                if checks:
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)
                     passes.check_parts(unseen, *args, **kwargs)
@@ -202,7 +201,7 @@ class _Together:
             trunk.reach.note_graph(task, noted[task])
         owners = trunk.reach.owners()
         tasks_of = Counter(p for found in by_task.values() for p in found)
-        # A parameter in the graph of one loss alone may be a head's.
+        # A parameter that only one loss's graph contains may belong to a head.
         least, of_layers = (min(2, len(by_task)), passes.layers) if hidden else (1, {})
         shared = [
             i

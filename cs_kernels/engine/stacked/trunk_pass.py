@@ -2,7 +2,7 @@
 
 The batch is repeated for every task along dimension 0. Each task-specific normalization applies a
 task's module to that task's part, and each layer that needs surgery passes the gradients of all
-tasks to `LayerUpdates` as soon as its backward pass has them (`task_layers`, `layer_updates`).
+tasks to `LayerUpdates` during its backward pass (`task_layers`, `layer_updates`).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
     """The outputs, layers and normalizations of a stacked pass, which determine its graph."""
 
     outputs: tuple[tuple[str, frozenset[int]], ...]
-    """Each task that takes part, in order, and the numbers of the outputs that its loss uses."""
+    """Each task that takes part, in order, and the indices of the outputs that its loss uses."""
     ran: frozenset[object]
     """The parameters of each layer, and the normalizations, that have run."""
 
@@ -39,7 +39,7 @@ _PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, ty
 
 
 def _check_leaves(tree: Any, who: str) -> None:
-    """Raises ValueError for an object in which tensors would be missed."""
+    """Raises ValueError for an object that may contain tensors that `tree_leaves` misses."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, _PLAIN):
             raise ValueError(
@@ -49,7 +49,7 @@ def _check_leaves(tree: Any, who: str) -> None:
 
 
 class TrunkPass:
-    """The passes of one step.
+    """The stacked passes of one step.
 
     Args:
         trunk: The shared module.
@@ -85,12 +85,12 @@ class TrunkPass:
             for key, parameter in module._parameters.items()
             if parameter is not None and parameter in candidates
         ]
-        """Where candidates are: a module's parameters, the key, the candidate, its stand-in."""
+        """For each candidate in a module: `_parameters`, the key, the candidate, its stand-in."""
         self._norms = norms
         self._chosen = step.tasks
         self._updates = updates
         self._edges: dict[Edge, tuple[str, int] | None] = {}
-        """For each task's part of an output: the task, and the output's number; None for tensors
+        """For each task's part of an output: the task, and the output's index; None for tensors
         inside the trunk."""
         self._outputs: list[Tensor] = []
         self._reached: dict[str, Reached] = {}
@@ -103,7 +103,7 @@ class TrunkPass:
 
     @contextlib.contextmanager
     def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
-        """Wraps the passes: layers keep the tasks' gradients apart, and normalizations their parts.
+        """Wraps the passes: layers and normalizations treat each task's part separately.
 
         This includes the backward pass, in which checkpointing recomputes the trunk.
         """
@@ -190,7 +190,7 @@ class TrunkPass:
     def check_parts(
         self, restored: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
     ) -> None:
-        """Forward passes that raise if a task's part of a tensor depends on another task's.
+        """Runs forward passes, and raises if a task's part of a tensor depends on another task's.
 
         Args:
             restored: Returns a context that undoes the side effects of a pass.
@@ -204,7 +204,7 @@ class TrunkPass:
         try:
             for kept in (None, 0, self._parts - 1):
                 parts_check.begin(kept)
-                # The real pass shows the warnings, and checkpointing would warn of no_grad.
+                # The real pass shows all warnings; here, checkpointing would also warn of no_grad.
                 with restored(), recorded_norms(), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.run(*args, **kwargs)
