@@ -28,7 +28,7 @@ class Blocks:
     """
 
     MOST_BLOCKS = 1000
-    """More than any accumulation of micro-batches."""
+    """More passes than any accumulation of micro-batches needs."""
     EMPTY_STEPS = 10
 
     def __init__(self) -> None:

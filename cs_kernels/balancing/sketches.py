@@ -109,7 +109,7 @@ class Sketches:
 
     @property
     def losses(self) -> Tensor:
-        """Returns [K]: the tasks' losses, NaN for tasks without one."""
+        """[K]: the tasks' losses, NaN for a task without a loss."""
         return torch.where(self._values[:, -1] > 0, self._values[:, -2], torch.nan)
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
@@ -138,7 +138,7 @@ class Sketches:
 
 
 _SMALL, _MOST_SMALL = 4096, 64
-"""The most elements of a small gradient, and the most copies of such gradients to collect."""
+"""The maximum number of elements of a small gradient, and of copied gradients to collect."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
 

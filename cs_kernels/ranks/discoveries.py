@@ -94,7 +94,7 @@ class Discoveries:
         self._sizes_of_ranks: Sequence[Sizes] = []
         self._version = watcher.version
         self._patterns: dict[object, tuple[Pattern, Pattern]] = {}
-        """By kind of passes, for each parameter: whether this rank has a gradient, or any rank."""
+        """By kind of passes: which parameters have a gradient on this rank, and on any rank."""
         self._pattern: tuple[object, Pattern] = None, ()
 
     def note_pattern(self, kind: object, has_gradient: Pattern) -> None:

@@ -38,7 +38,7 @@ Statistics = Mapping[str | None, Sequence[Tensor]]
 
 
 class Distributed(Ranks):
-    """Gradients of the mean losses over the ranks; each rank has a part of every gradient.
+    """Gradients of the mean losses over the ranks; each rank has a shard of every gradient.
 
     Args:
         shared: The shared parameters, by name.
@@ -63,17 +63,17 @@ class Distributed(Ranks):
         super().__init__(shared, tasks, wrappers)
         self.transport = transport
         self.size = transport.size
-        # Avoids a reference cycle: the groups of ranks must end with their last user.
+        # Avoids a reference cycle: process groups must be destroyed with their last user.
         self.messages = Messages(transport, tasks, weakref.proxy(self))
         self._groups = groups
         self._planned: Callable[[], dict[str, list[object]]] = dict
         self._factor_is_hidden = False
         self._remaining: Sequence[nn.Parameter] = ()
-        """The parameters whose gradients nothing else reduces."""
+        """The parameters whose gradients are reduced only in `_average_others`."""
         self._loss_dtypes: dict[str, torch.dtype] = {}
         """The dtype of each task's loss; mean losses are kept in float64."""
         self.version = 0
-        """Increases when this rank's parts of the parameters change."""
+        """Increases when this rank's shards of the parameters change."""
         self._phase2_plan: Plan | None = None
         """Cached between steps."""
         self._written: list[int] = []
@@ -154,7 +154,7 @@ class Distributed(Ranks):
         self.messages.health.recheck()
 
     def fingerprint(self) -> int:
-        """Prepares the step; returns a number that differs whenever `planned` differs."""
+        """Prepares the step; returns a checksum of `planned`."""
         trains = bytes(p.requires_grad for p in self.parameters)
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
@@ -299,7 +299,7 @@ class Distributed(Ranks):
         """Finishes the collectives that the passes started for the shared parameters."""
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters whose gradients nothing else reduces."""
+        """The parameters whose gradients are reduced only in `_average_others`."""
         return [parameter for parameter in held if not is_sharded(parameter)]
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
@@ -385,7 +385,7 @@ class Distributed(Ranks):
     def _alike(
         self, tasks: Sequence[str], statistics: Statistics
     ) -> list[tuple[list[Tensor], float]]:
-        """Running statistics, also of heads, by task and dtype, each with this rank's weight.
+        """Running statistics of the trunk and heads, by task and dtype, with this rank's weight.
 
         The order is the same on all ranks.
         """

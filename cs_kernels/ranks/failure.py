@@ -37,7 +37,7 @@ class Failures:
         self._started = 0.0
         """When the step began, in seconds."""
         self._on_all: Exception | None = None
-        """The last exception that every rank raises."""
+        """The last exception that every rank raises on its own."""
 
     def raise_on_all(self, error: Exception) -> NoReturn:
         """Raises an exception that every rank raises on its own, so no message is needed."""

@@ -35,7 +35,7 @@ class Health:
             self._checks = max(self._checks, 1)
 
     def is_due(self) -> bool:
-        """Whether this rank wants to compare parameters in this step."""
+        """Whether this rank requests a comparison of parameters in this step."""
         return self._checks > 0
 
     def recheck(self) -> None:

@@ -1,4 +1,4 @@
-"""Replicated ranks: each rank has the whole network, and a part of each of the K gradients.
+"""Replicated ranks: each rank has the whole network, and a flat part of each of K gradients.
 
 A task's gradients are reduced and scattered during its backward pass. To update its part, a rank
 needs the other ranks' K x K products but not their gradients; the updated parts are then gathered.
@@ -48,7 +48,7 @@ class _Passes:
     owed: list[str] = field(default_factory=list)
     """The names of the remaining rounds."""
     next_task: str | None = None
-    """In Phase 1, the task that follows, whose passes other ranks may have begun."""
+    """In Phase 1, the next task, whose passes other ranks may already have begun."""
 
 
 class Replicated(Distributed):

@@ -1,6 +1,6 @@
 """Sharded ranks: `fully_shard` reduces the gradients, and each rank has some rows of each.
 
-The first dimension of a two-dimensional mesh has replicas of the shards.
+Along the first dimension of a two-dimensional mesh, the shards are replicated.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Sharded(Distributed):
     # --- passes ---
 
     def before_backward(self, *, retains: bool) -> None:
-        """Keeps parameters unsharded until the last backward pass of a forward pass."""
+        """Keeps parameters unsharded until the last backward pass through a graph."""
         self._keep_norms()
         if retains and not self._resharded:
             groups = [group for module in self._modules for group in groups_of(module)]

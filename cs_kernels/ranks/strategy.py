@@ -85,7 +85,7 @@ class Ranks(Storage):
         super().__init__(list(shared.values()))
         self.wrappers = wrappers
         self.reach = self._new_reach(shared, tasks)
-        # Avoids a reference cycle: the groups of ranks must end with their last user.
+        # Avoids a reference cycle: process groups must be destroyed with their last user.
         storage = cast("Storage", weakref.proxy(self))
         self.gradients = TaskGradients(shared, tasks, self.reach, storage)
 

@@ -35,8 +35,8 @@ class Wrappers:
     """The DistributedDataParallel modules around a network or parts of it.
 
     They average gradients only in the first backward pass after a forward pass, and surgery on each
-    rank's own gradients before averaging would be another algorithm. Their averaging and broadcasts
-    are therefore switched off until the last `Wrappers` object that holds them is gone.
+    rank's own gradients before averaging would be a different algorithm. Their averaging and
+    broadcasts are therefore switched off until no `Wrappers` object holds them any more.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Wrappers:
 
         Args:
             trunk: The shared module.
-            ranks: The ranks that train together; empty if nothing has named them.
+            ranks: The ranks that train together; empty if the caller has not named them.
 
         Raises:
             ValueError: A wrapper has different ranks.

@@ -1,4 +1,4 @@
-"""Walks through autograd's graphs, and hooks in them."""
+"""Walks over autograd's graphs, and hooks on their nodes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -13,7 +13,7 @@ Edge = tuple[Any, int]
 
 
 Hooks = Iterable[tuple[Any, Callable[..., Any]]]
-"""Tensors or nodes of autograd's graph, and a hook to register with each. The hook of a leaf's node
+"""Tensors or nodes of autograd's graph, and a hook to register on each. A hook on a leaf's node
 runs before each accumulation of a gradient."""
 
 
@@ -34,7 +34,7 @@ def is_reentrant(node: object) -> bool:
 
 
 def makes_gradients(leaf: Tensor) -> bool:
-    """Whether a hook of a leaf may make the gradients of parameters."""
+    """Whether a hook on a leaf may compute gradients of parameters."""
     return bool(leaf._backward_hooks) and not isinstance(leaf, nn.Parameter)
 
 
@@ -89,7 +89,7 @@ class Parameters(NamedTuple):
     hidden: bool
     """Whether a `torch.autograd.Function` may hide parameters, as reentrant checkpointing does."""
     hooked: bool
-    """Whether a leaf's hook may make gradients of other leaves, as in cached contrastive losses."""
+    """Whether a leaf's hook may compute gradients of others, as in cached contrastive losses."""
 
 
 def reached_parameters(loss: Tensor) -> Parameters:
@@ -103,14 +103,14 @@ def reached_parameters(loss: Tensor) -> Parameters:
 
 
 def _forget_hooks(leaf: Tensor) -> None:
-    """Removes the dictionary of a leaf's hooks if it is empty; autograd would still read it."""
+    """Removes the dictionary of a leaf's hooks if it is empty: autograd would still read it."""
     if not leaf._backward_hooks:
         leaf._backward_hooks = None
 
 
 @contextlib.contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
-    """Wraps a backward pass, during which these hooks are registered; later passes pay nothing."""
+    """Wraps a backward pass, and registers these hooks for that pass only."""
     with contextlib.ExitStack() as handles:
         for place, hook in hooks:
             if isinstance(place, Tensor) and place.is_leaf and place._backward_hooks is None:

@@ -26,7 +26,7 @@ def one_graph_per_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
 
 @lru_cache(maxsize=64)
 def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManager[Any]:
-    """A context with other limits of torch.compile; cached, because torch never frees a patch."""
+    """A context with these limits of torch.compile; cached, because torch never frees a patch."""
     patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         recompile_limit=recompile, accumulated_recompile_limit=accumulated
     )

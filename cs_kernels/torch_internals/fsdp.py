@@ -1,10 +1,9 @@
-"""Undocumented parts of `fully_shard` (FSDP2) and DTensor, all in one file.
+"""Undocumented features of `fully_shard` (FSDP2) and DTensor, all in one file.
 
-Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
-of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a
+Tested with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
+of parameters, or, in 2.13 and 2.14, a list of groups; a group's `fsdp_params`, each with a
 `sharded_param`, an `unsharded_accumulated_grad` and, from its first pass on, an `_unsharded_param`;
-`reset_iter_state`, since 2.13.
-`groups_of` raises a clear error if torch has changed any of these.
+`reset_iter_state`, since 2.13. `groups_of` raises a clear error if torch has changed the groups.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     """The mesh of sharded parameters; None if none is sharded.
 
     Raises:
-        ValueError: Only some are sharded, or one not as by `fully_shard`, or on several meshes.
+        ValueError: Only some parameters are sharded, a layout is not `fully_shard`'s, or there are
+            several meshes.
 
     """
     first = next((name for name, p in parameters.items() if is_sharded(p)), None)

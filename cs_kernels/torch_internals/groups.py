@@ -14,7 +14,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def names_are_counted(ranks: int) -> bool:
-    """Whether a new group of this many ranks gets a name that no group before it has had.
+    """Whether a new group of this many ranks gets a name that no earlier group has had.
 
     Torch numbers the groups that all ranks make together. Before 2.14, any other group's name
     depends on the number of existing groups: a new group may reuse a destroyed group's name, and

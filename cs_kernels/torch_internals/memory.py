@@ -1,17 +1,18 @@
-"""Who holds a tensor's memory."""
+"""Detects gradients whose memory something else holds."""
 
 import torch
 from torch import Tensor
 
 _OWN_HOLDERS = 2
-"""The references to the storage of a single tensor: the tensor's, and the Python object's."""
+"""The references to a storage that nothing else holds: the tensor's, and the Python object's."""
 
 
 def is_in_foreign_memory(grad: Tensor) -> bool:
     """Whether a later pass may overwrite a gradient.
 
-    It is a part of a larger allocation, such as a CUDA graph's, or something else holds its memory,
-    such as a function that returns the same buffer from every backward pass.
+    This holds if the gradient is a part of a larger allocation, such as a CUDA graph's, or if
+    something else holds its memory, such as a function that returns the same buffer from every
+    backward pass.
     """
     if grad.layout is not torch.strided:
         return False

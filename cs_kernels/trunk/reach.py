@@ -68,7 +68,7 @@ class Reach:
         return self._unreached.get(task, [])
 
     def forget_passes(self) -> None:
-        """Makes the next pass of every task count anew: other parameters may train now.
+        """Makes the next pass of every task count anew: different parameters may train now.
 
         A parameter that no task has reached may have been frozen, so past passes prove nothing.
         """
@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter that a task did not reach: the tasks that did, and those that had a pass."""
+        """By parameter not reached by all tasks: the tasks that reached it, or had a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

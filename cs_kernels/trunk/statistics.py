@@ -37,7 +37,7 @@ def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes through `.data`: a new version counter would break graphs that saved the tensors."""
+    """Writes through `.data`: an increased version would break graphs that saved the tensors."""
     pairs = list(zip(tensors, copies, strict=True))
     alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
     if alike and not any(t.is_conj() or t.is_neg() for t in tensors):
@@ -53,8 +53,8 @@ def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
 class _Snapshot:
     """The buffers of several modules, and copies of their values.
 
-    A large network has thousands of small running statistics. One call of torch copies all of the
-    same dtype, device and number of dimensions.
+    A large network has thousands of small running statistics. One call of torch copies all
+    statistics with the same dtype, device and number of dimensions.
     """
 
     def __init__(self, modules: Sequence[Buffers]) -> None:
@@ -101,7 +101,7 @@ class _Snapshot:
 class RunningStatistics:
     """The buffers that a task's forward pass may change, and snapshots of them.
 
-    They belong to the trunk, and to modules outside it that a task uses (`first_use`).
+    The buffers belong to the trunk, and to modules outside it that a task uses (`first_use`).
     """
 
     def __init__(self, trunk: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The shared module of a training loop, and what its forward and backward passes revealed."""
+"""The shared module of a training loop, and the discoveries of its passes."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ _REASONS: dict[Ran | None, str] = {
     None: "its features were detached, or computed without gradients or with a copy of the trunk,"
     " or a hook moved gradients out of .grad",
 }
-"""By how the layers ran in the pass; None if the pass was not watched."""
+"""Reasons why a loss reached no parameter, by how the layers ran (None: not watched)."""
 
 
 class Trunk:
     """The shared module: what trains, which layers are prioritized, what each task reaches.
 
-    It alone can tell when any of this has changed (`changed`); then `forget` makes the next passes
-    of all tasks discover it again.
+    `changed` detects that these facts may be out of date; `forget` then makes the next passes of
+    all tasks discover them again.
 
     Args:
         module: The shared module, without wrappers.
@@ -89,7 +89,7 @@ class Trunk:
         return any(self._childless) or self._list_children() != self._children
 
     def changed(self) -> bool:
-        """Whether other parameters train now than in the last step, or a module was exchanged."""
+        """Whether different parameters train than in the last step, or a module was exchanged."""
         return self._training_fingerprint() != self.trains or self.modules_changed()
 
     def requires_grad(self) -> tuple[bool, ...]:
@@ -97,7 +97,7 @@ class Trunk:
         return tuple(p.requires_grad for p in (*self.held(), *self.shared))
 
     def forget(self) -> None:
-        """Watches the next pass of every task again: other parameters or modules may take part.
+        """Watches every task's next pass again: different parameters or modules may take part.
 
         Raises:
             ValueError: The trunk has other parameters than when MultiTaskOptimizer was built.
@@ -125,7 +125,7 @@ class Trunk:
             self.end_step()
 
     def end_trace(self) -> None:
-        """Ends a trace: reshards the trunk, which its forward passes alone have left unsharded."""
+        """Ends a trace: reshards the trunk, which forward passes alone leave unsharded."""
         self.reach.has_new = False
         reshard(self.module)
         self.end_step()
@@ -158,7 +158,7 @@ class Trunk:
         self.of_norms = [p for norm in self.norms for p in norm.parameters()]
         """The parameters of `norms`."""
         self._unoptimized = [p for p in self.of_norms if p not in optimized]
-        # The first normalization stands for all, since normalizations have most of the parameters.
+        # Only the first normalization's, for speed: most parameters belong to normalizations.
         others = {p for norm in self.norms[1:] for p in norm.parameters()}
         self.witnesses = [p for p in optimizer_parameters if p not in others]
         """The parameters whose gradients show whether a closure writes to `.grad`."""
@@ -203,14 +203,14 @@ class Trunk:
     def rewatch_new_layers(self, watched: bool) -> None:
         """Watches the next passes if a layer first ran in an unwatched pass.
 
-        In a compiled network no hook shows it, but the first gradient of the layer's weight does.
+        In a compiled network, no hook runs; the first gradient of the layer's weight shows it.
         """
         if self.reach.has_new and not watched:
             self.watcher.forget()
         self.reach.has_new = False
 
     def check_reached(self, task: str, reached: bool) -> None:
-        """Raises if a loss reached no parameter of the trunk, unless the task's are frozen."""
+        """Raises if a loss reached no parameter of the trunk, unless all that it reaches are frozen."""
         if reached:
             return
         reachable = self.reach.reached_by(task)

@@ -170,7 +170,7 @@ class Watcher:
         self._before_rewatch: tuple[object, object] | None = None
         """`norms` and `other_channels` before a differing pass, until another pass is watched."""
         self._fruitless = 0
-        """How many times in a row watching again has shown nothing new."""
+        """The number of consecutive times that watching again has shown nothing new."""
         self._is_compiled = False
         """Whether a module is compiled; then runs cannot be compared."""
         self._find_modules()
@@ -212,7 +212,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def noticing(self, task: str) -> Iterator[None]:
-        """Wraps another forward pass of a task, which shows only new modules outside the trunk."""
+        """Wraps an extra forward pass of a task, and notes only new modules outside the trunk."""
         self.thread = threading.get_ident()
         try:
             with self._modules_outside(task):
