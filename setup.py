@@ -31,7 +31,7 @@ class CMakeBuild(build_ext):
         try:
             super().run()
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
-            for ext in self.extensions:  # An earlier build's module would not match.
+            for ext in self.extensions:  # A module of an earlier build may not match.
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             why = f"cs_kernels has no compiled kernels: {_why(error)}"
             if _CUDA or _REQUEST == "1":

@@ -42,7 +42,8 @@ using Int64 = Named<std::int64_t>;
 using Word = Named<std::uint64_t>;
 using Flag = Named<bool>;
 
-// Defines a launch function, whose arguments are the fields of the launch's struct in order.
+// Defines a launch function, whose arguments are the fields of the launch's struct and of its
+// nested structs, in order.
 template <class Launch, class... Fields>
 void define_launch(py::module_& module, const char* name, const char* what,
                    Status (*launch)(const Launch&, cuda::Stream), Named<Fields>... fields) {

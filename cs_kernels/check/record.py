@@ -32,7 +32,7 @@ def _cell(result: Result | None) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row per check and a column per backend, then every failure in full."""
+    """A table with a row per check and a column per backend, then every failure in full."""
     columns = dict.fromkeys(f"{r.backend} ({r.device})" for r in results)
     cells = {(r.check, f"{r.backend} ({r.device})"): r for r in results}
     rows = [["check", *columns]]

@@ -47,7 +47,7 @@ class _Child:
         """
         assert self._process.stdout is not None
         while line := await asyncio.wait_for(self._process.stdout.readline(), seconds):
-            with contextlib.suppress(json.JSONDecodeError):  # A library's own output.
+            with contextlib.suppress(json.JSONDecodeError):  # Skips a library's output.
                 message = json.loads(line)
                 if isinstance(message, dict):
                     return message

@@ -60,7 +60,7 @@ class GramianMethod(Method):
     def layerwise(self) -> bool:
         """Whether the updates of a module depend only on that module's gradients.
 
-        True with `groups="layer"` and built-in `weights`; all other subclasses must opt in.
+        True with `groups="layer"` and built-in `weights`; subclasses with their own must opt in.
         """
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in

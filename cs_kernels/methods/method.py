@@ -44,7 +44,7 @@ class Method(Stateful, ABC):
         return False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Resets `layerwise` in a class that overrides `combine` but not `layerwise`."""
+        """Sets `layerwise` to False in a class that overrides `combine` but not `layerwise`."""
         super().__init_subclass__(**options)
         if "combine" in vars(cls) and "layerwise" not in vars(cls):
             type.__setattr__(cls, "layerwise", False)

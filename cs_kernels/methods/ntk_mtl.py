@@ -11,7 +11,7 @@ class NTKMTL(GramianMethod):
     """Balances the tasks' convergence by their neural tangent kernels (Qin et al., 2025).
 
     The diagonal of the Gramian approximates the kernels. The weight of task i is sqrt(tr G / G_ii),
-    so before they are added, all gradients are scaled to the same length, sqrt(tr G). The weight of
+    so all gradients are scaled to the same length, sqrt(tr G), before they are added. The weight of
     a task with a zero gradient is zero.
 
     Args:

@@ -31,12 +31,13 @@ class Protect(GramianMethod):
 
     **Kept gradients.** With `refresh_every` above 1, a protected task needs a pass only in some
     steps. In the steps between, `step(closure)` does not call the closure for this task, and
-    `backward` needs no loss for it; `MultiTaskOptimizer.due_tasks` names the next step's tasks. If
-    `backward` gets a loss anyway, its gradient becomes the newest kept one. Kept gradients take
-    `rank` times the memory of the shared parameters, or of their shards after `fully_shard`. They
-    are part of the state dict. A non-finite gradient is not kept. After parameters are frozen or
-    unfrozen, the next step computes a new gradient; with `rank`, older kept gradients have no
-    entries for parameters that were frozen when they were computed.
+    `backward` needs no loss for it; `MultiTaskOptimizer.due_tasks` names the tasks that the next
+    step computes. If `backward` gets a loss anyway, its gradient becomes the newest kept one. The
+    kept gradients of each protected task take `rank` times the memory of the shared parameters, or
+    of their shards after `fully_shard`. They are part of the state dict. A non-finite gradient is
+    not kept. After parameters are frozen or unfrozen, the next step computes a new gradient; with
+    `rank`, older kept gradients have no entries for parameters that were frozen when they were
+    computed.
 
     Args:
         *tasks: The protected tasks, which have level 0.
@@ -179,7 +180,7 @@ class Protect(GramianMethod):
 
 
 def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
-    """The multiples of the `above` gradients that cancel the `own` sum's part in their span."""
+    """The multiples of the `above` gradients that cancel the `own` sum's component in the span."""
     norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
     scaled = torch.where(norms > 0, 1 / norms, 0.0)
     rows = gramian[..., above, :] * scaled.unsqueeze(-1)

@@ -17,7 +17,7 @@ class SAGO(Method):
     An element of the update is the sum of the other tasks' gradients if it has the sign of the
     protected gradient, or if the protected gradient is zero there; otherwise, it is the protected
     gradient (Xiao et al., "Modeling LLM Unlearning as an Asymmetric Two-Task Learning Problem",
-    2026). The update never contains both the other tasks' sum and the protected gradient.
+    2026). The protected gradient replaces the other tasks' sum; the two are never added.
 
     Where the other tasks' sum is exactly zero, as for embeddings of tokens that are not in their
     batches, the authors' code leaves the element at zero; here, it is the protected gradient.

@@ -27,11 +27,11 @@ class BalanceReport:
     """The modules, with groups="layer"."""
     gramian: Tensor
     """Float64 [K, K] or [L, K, K]; the gradients' dot products, from each task's last norm and each
-    pair's last cosine; 0 for pairs that never both had a gradient in one step."""
+    pair's last cosine; 0 for pairs of tasks that never had gradients in the same step."""
     weights: Tensor
     """[K] or [L, K]; the task weights of the next step, 1 for a task without a gradient so far."""
     together: Tensor
-    """Bool, shaped like `gramian`; whether both tasks had a gradient in at least one common step.
+    """Bool, shaped like `gramian`; whether both tasks had gradients in the same step at least once.
     The gradients of all other pairs are assumed to be orthogonal."""
     finite: Tensor
     """Bool scalar; whether the gradients of the last step were finite. If not, the step changed

@@ -254,7 +254,7 @@ class ConflictCounter:
         return Conflicts(self.threshold, tasks, row_names, gramians, counts, steps, by_module)
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors that steps change; from now on, steps update them in place."""
+        """The tensors that steps update, from now on in place."""
         self._is_captured = True
         return [self._gramians, self._counts, self._steps]
 

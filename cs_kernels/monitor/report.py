@@ -55,8 +55,8 @@ class Report:
     """By task, after weighting; empty without a weighting."""
     rows: tuple[str, ...] = ()
     """The tasks, in the order of the rows of all tensors below, followed by the kept gradients. The
-    newest kept gradient of a task that took no part has the task's name; any other one has a name
-    like "task@12", if step 12 computed it."""
+    newest kept gradient of a task that took no part has the task's name; any other one is named
+    like "task@12", after the step that computed it."""
     kept_from: Mapping[str, int] = field(default_factory=dict)
     """`Protect` with kept gradients: for each protected task that took no part, the step that
     computed its newest gradient, counted like `step`."""

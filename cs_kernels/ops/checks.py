@@ -14,7 +14,7 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 MOST_TASKS = 64
-"""The limit of the Gramian kernels and solvers, on every device."""
+"""The maximum number of tasks of the Gramian kernels and solvers, on every device."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
 """Limits on a sketch's number of bins: a Triton program owns 256, and bin indices have 32 bits."""

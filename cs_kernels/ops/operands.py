@@ -117,7 +117,7 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
 
 
 def _relevant_strides(tensor: Tensor) -> list[int]:
-    """The strides, except of size-1 dimensions, whose strides are arbitrary in torch."""
+    """The strides without those of size-1 dimensions, which are arbitrary in torch."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 

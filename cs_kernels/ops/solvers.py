@@ -47,7 +47,7 @@ FAIR_FULL = 0.1
 FAIR_LEAST = 1e-290
 """FairGrad's smallest right-hand side, relative to the largest."""
 FAIR_MOST = 1e100
-"""The cap on FairGrad's inverse curvature: as good as infinite for correlations of at most 1."""
+"""The cap on FairGrad's inverse curvature: practically infinite for correlations of at most 1."""
 MOST_SIMILAR = 1 - 1e-6
 """GradVac's largest target cosine."""
 VANISHED = 1e-7

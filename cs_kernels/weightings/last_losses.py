@@ -37,9 +37,9 @@ class LastLosses(Weighting):
     """Weighs each loss by the losses of all tasks of the step.
 
     A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
-    the other tasks' losses are unknown; on many ranks or with micro-batches, all losses are. The
-    loss being weighed replaces missing last losses. A non-finite loss is replaced by the task's
-    last loss or, if there is none, by the mean of the finite losses.
+    the other tasks' losses are unknown; on many ranks or with micro-batches, all losses are
+    unknown. The loss being weighed replaces missing last losses. A non-finite loss is replaced by
+    the task's last loss or, if there is none, by the mean of the finite losses.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,10 @@ class LastLosses(Weighting):
         """Returns float64 [K]: the weights of a step's tasks, from their losses, float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
-        """Float64 [K]: for each task of the step, this step's loss, or the last one, or `loss`."""
+        """Float64 [K], all finite: each task's loss in this step, or its last one, or `loss`.
+
+        The mean of the finite losses replaces a non-finite one; without a finite loss, all are 1.
+        """
         own = loss.detach().double()
         last = [self._last_of(other, own) for other in step.tasks]
         pairs = zip(step.tasks, last, strict=True)

@@ -104,8 +104,8 @@ CS_DEVICE void write(const Pieces<T, kSize, kNumber>& pieces, T* tensor,
     store(pieces.of(tensor, n), vectors[n]);
 }
 
-// Calls run(number), where the constant `number` counts the steps that begin before `all`, at most
-// kMost.
+// Calls run(number), where the constant `number` is the number of steps that begin before `all`, at
+// most kMost.
 template <int kMost, class Run>
 CS_DEVICE void with_steps(std::uint32_t all, std::uint32_t step, const Run& run) {
   if constexpr (kMost > 1)

@@ -64,8 +64,8 @@ constexpr int kSketchLoads = 8;
 constexpr std::int64_t kRowBytes = 512;
 constexpr std::int64_t kLongRow = 64 << 10;
 
-// Maximum warps in UPGrad's block. Their matrices must fit in the shared memory that every GPU has
-// (99 KiB from compute capability 8.6 on).
+// Maximum warps in UPGrad's block. The warps' matrices must fit in the shared memory that every GPU
+// has (99 KiB from compute capability 8.6 on).
 constexpr int kSolverWarps = 8;
 constexpr std::size_t kSolverMemory = 96 << 10;
 
@@ -76,8 +76,7 @@ constexpr unsigned kPause = 100;
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
-// The plan of Phase 2's items:
-// SUM items per PROJECT item.
+// The plan of Phase 2's items: SUM items per PROJECT item.
 constexpr int kProjectSums = 2;
 // Vectors per thread in an ENERGY item: many, because it begins with dependent reads, as a SUM item
 // does.

@@ -19,7 +19,7 @@ from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
-    """The operands of connection strength; the layers come first among the tensors."""
+    """The operands of connection strength for the layers, which are the first tensors."""
 
     weights: Tensors
     gamma: Tensor

@@ -106,7 +106,7 @@ def random_order(key: int, tasks: int, i: int) -> list[int]:
 
 
 def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None = None) -> Tensor:
-    """PCGrad: projects each gradient off the original gradients in conflict, in random order."""
+    """PCGrad: projects each gradient off the conflicting original gradients, in random order."""
     key = random_key(seed, step, counter)
 
     def solve(g: Tensor, n: int) -> Tensor:

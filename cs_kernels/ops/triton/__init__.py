@@ -54,7 +54,7 @@ class Variant:
 
 
 def _options(warps: int, registers: int, *, fma: bool = True) -> dict[str, Any]:
-    """Launch options. FMA contraction improves accuracy, but lanes may then disagree."""
+    """Launch options. FMA contraction improves accuracy, but lanes' copies of a sum may differ."""
     options = {"num_warps": warps, "enable_fp_fusion": fma}
     # AMD's compiler has no option for the number of registers.
     return options if torch.version.hip else {**options, "maxnreg": registers}
@@ -70,9 +70,10 @@ def gradient_options(tasks: int) -> dict[str, Any]:
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Launch options for a solver: a thread holds 2 numbers of a matrix (4 or 16 for K > 16 or 32).
+    """Launch options for a solver.
 
-    The register limit is the maximum, because by default the assembler spills to raise occupancy.
+    A thread holds 2 numbers of a matrix, 4 if K > 16, and 16 if K > 32. The register limit is the
+    maximum, because by default the assembler spills to raise occupancy.
     FMA contraction is off: it could make the lanes' copies of a sum differ, so that their loop
     conditions differ and the program hangs.
     """
@@ -95,7 +96,7 @@ def _in_memory(
 ) -> Tensor:
     """Returns int64 [3] on the device: 64 bits, an address, and the bits of a float64.
 
-    If these were scalar arguments, Triton would compile special kernels for values such as 1.
+    If these were scalar arguments, Triton would specialize kernels for values such as 1.
     """
     return upload([_signed(word), address_of(counter), *unpack("q", pack("d", rate))], device)
 

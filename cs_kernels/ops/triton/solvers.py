@@ -260,7 +260,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
     for done in range(tasks - 1):
         j, others = _draw_other(gramian_key, others, tasks - 1 - done, tasks, TASKS)
         met = position == j[:, None]
-        # Row j of the Gramian, for every i; it is symmetric.
+        # For every i, row j of the Gramian, which is symmetric.
         index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
         g_j = tl.gather(g, index, 0)
         square = tl.sum(tl.where(met, g_j, 0.0), 1)

@@ -52,7 +52,7 @@ struct GradientLaunch {
 struct GramianLaunch {
   GradientLaunch gradients;
   std::int32_t* counters; // [groups], zeros
-  double* products;       // [items, tasks, tasks], workspace
+  double* products;       // workspace of items * tasks * tasks numbers
   double* gramian;        // [groups, tasks, tasks]
 };
 Status gramian(const GramianLaunch& launch, Stream stream);
