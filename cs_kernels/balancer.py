@@ -464,7 +464,7 @@ class GradientBalancer:
         self._weights = torch.where(solved_for, weights, before)
 
     def _solved(self, gramian: Tensor, tasks: tuple[str, ...]) -> Tensor:
-        """The method's weights, from the losses of the tasks that have one."""
+        """The method's weights; the method sees the losses of the tasks that have one."""
         rows = {task: self._products.losses[self.tasks.index(task)] for task in tasks}
         losses = {task: loss for task, loss in rows.items() if task in self._with_loss}
         step = Step(self._steps, tasks, losses, losses, layers=self._layers)

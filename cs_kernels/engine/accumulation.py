@@ -47,14 +47,14 @@ class Accumulation:
         self._dropped = ""
 
     def begin(self) -> None:
-        """Begins a new update; warns if an exception has dropped the gradients of the last one."""
+        """Begins an update; warns if an exception has dropped the previous update's gradients."""
         self.clear()
         if self._dropped:
             dropped, self._dropped = self._dropped, ""
             warnings.warn(f"{dropped}: this call begins a new update", stacklevel=5)
 
     def wait(self, step: Step) -> None:
-        """Keeps the gradients of a call of `backward(update=False)` for the next one."""
+        """Keeps the gradients of a call of `backward(update=False)` for the next call."""
         # Leaves one gradient in `.grad`, so that a `zero_grad()` in between is noticed.
         lent = self._gradients.lend()
         self.step = step

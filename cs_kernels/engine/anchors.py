@@ -160,7 +160,7 @@ class Anchors:
                     )
 
     def load_state_dict(self, state: Mapping[str, Any], keeps: Keeping) -> None:
-        """Continues from a `state_dict`. If other parameters train now, the gradients expire."""
+        """Continues from a `state_dict`; the gradients expire if different parameters train now."""
         self.forget()
         facts, expired, trained = state["facts"]
         self._expired = expired or trained != self._trained()

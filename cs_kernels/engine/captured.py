@@ -62,7 +62,7 @@ class CapturedStep:
             _check_on_device(engine, device)
             self._graphs = DEVICES[device.type](device)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
-        """The number of steps made before, on the device; each replay adds one."""
+        """The number of earlier steps, on the device; each replay adds one."""
         self._counted = 0
         """The value of `_counter`, on the host."""
 

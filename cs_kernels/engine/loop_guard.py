@@ -21,7 +21,7 @@ from cs_kernels.gradients import TaskGradients
 _MARK = "_cs_kernels_mark"
 """The attribute for marks: on a torch optimizer, a mark; on a gradient that an update has left or
 an optimizer step has used, a mark and the gradient's version. (Weak references to gradients would
-keep `Module.to` from exchanging them, and addresses may be reused.)"""
+keep `Module.to` from swapping them, and addresses may be reused.)"""
 
 _UNMARKED = (None, 0)
 
@@ -80,7 +80,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
 
 
 class LoopGuard:
-    """Watches every step of the torch optimizers, and raises for a wrong one."""
+    """Watches every step of the torch optimizers, and raises for a mistake."""
 
     def __init__(
         self, gradients: TaskGradients, optimizers: TorchOptimizers, accumulation: Accumulation

@@ -79,15 +79,15 @@ class PassChecks:
     def watching(
         self, tasks: Iterable[str], *, as_made: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Wraps a backward pass of these tasks, and checks it if it is the first of one of them.
+        """Wraps a backward pass of these tasks, and checks it if it is any task's first pass.
 
         Args:
             tasks: The tasks.
             as_made: Whether gradients must arrive in `.grad` unmodified.
 
         Raises:
-            RuntimeError: The pass has changed a shared parameter or a tensor that is an attribute
-                of one, or a hook has moved or changed a gradient.
+            RuntimeError: The pass has changed a shared parameter or a tensor that is its attribute,
+                or a hook has moved or changed a gradient.
 
         """
         new = [task for task in tasks if task not in self._tasks]

@@ -66,7 +66,7 @@ def run_step(
         engine: Makes the step.
         tasks: The tasks of all ranks.
         phase: The phase of the step.
-        closures: One function from a task to its loss per micro-batch.
+        closures: For each micro-batch, a function from a task to its loss.
         counter: In a capture, a device tensor with the step's number.
 
     """

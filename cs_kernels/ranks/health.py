@@ -10,7 +10,7 @@ _EVERY = 64
 """Steps between two checks; checks are rare because reading all parameters takes time."""
 
 _FIRST = 2
-"""The number of initial steps with a check; the second one shows whether optimizers differ."""
+"""The number of initial steps with a check; the second check shows whether optimizers differ."""
 
 
 class Health:

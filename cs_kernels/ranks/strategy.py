@@ -171,7 +171,7 @@ class Ranks(Storage):
         """
 
     def forget_passes(self) -> None:
-        """Forgets the discoveries of earlier passes, because other parameters may train now."""
+        """Forgets the discoveries of earlier passes, because different parameters may train now."""
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
         """Restores the state of parameters from before a failed step."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 Edge = tuple[Any, int]
-"""A node of autograd's graph, and the index of one of its outputs; it identifies a tensor."""
+"""A node of autograd's graph and the index of one of its outputs, which identify a tensor."""
 
 
 Hooks = Iterable[tuple[Any, Callable[..., Any]]]

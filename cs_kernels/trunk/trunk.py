@@ -85,11 +85,11 @@ class Trunk:
         return [self.shared[i] for i in sorted(reachable) if i not in owners]
 
     def modules_changed(self) -> bool:
-        """Whether a module was exchanged or added since the last step."""
+        """Whether a module was replaced or added since the last step."""
         return any(self._childless) or self._list_children() != self._children
 
     def changed(self) -> bool:
-        """Whether different parameters train than in the last step, or a module was exchanged."""
+        """Whether different parameters train than in the last step, or a module was replaced."""
         return self._training_fingerprint() != self.trains or self.modules_changed()
 
     def requires_grad(self) -> tuple[bool, ...]:
@@ -100,7 +100,7 @@ class Trunk:
         """Watches every task's next pass again: different parameters or modules may take part.
 
         Raises:
-            ValueError: The trunk has other parameters than when MultiTaskOptimizer was built.
+            ValueError: The trunk's parameters have changed since MultiTaskOptimizer was built.
 
         """
         self._check_parameters()
@@ -142,10 +142,10 @@ class Trunk:
     def _find_children(self) -> None:
         dictionaries = [module._modules for module in self.module.modules()]
         self._childless = [children for children in dictionaries if not children]
-        """`_modules` of modules without children, to see when one is added."""
+        """`_modules` of modules without children, to detect when a child is added."""
         self._parents = [children for children in dictionaries if children]
         self._children = self._list_children()
-        """The entries of all other `_modules`, to see when one is exchanged."""
+        """The entries of all other `_modules`, to detect when a child is replaced."""
 
     def _list_children(self) -> list[tuple[str, nn.Module | None]]:
         return [*chain.from_iterable(map(dict.items, self._parents))]
@@ -210,7 +210,7 @@ class Trunk:
         self.reach.has_new = False
 
     def check_reached(self, task: str, reached: bool) -> None:
-        """Raises if a loss reached no parameter of the trunk, unless all that it reaches are frozen."""
+        """Raises if a loss reached no parameter of the trunk, unless all it could reach are frozen."""
         if reached:
             return
         reachable = self.reach.reached_by(task)
@@ -225,7 +225,7 @@ class Trunk:
         """The error for a loss that depends on no parameter of the trunk, with the reason.
 
         Raises:
-            ValueError: The trunk has other parameters than when MultiTaskOptimizer was built.
+            ValueError: The trunk's parameters have changed since MultiTaskOptimizer was built.
 
         """
         self._check_parameters()

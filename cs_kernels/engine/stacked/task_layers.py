@@ -72,8 +72,8 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """Makes the stand-in of a parameter; errors call it `label`."""
-        # Connected to the parameter in the graph: some functions, such as scripted ones, ignore the
-        # subclass.
+        # The graph links it to the parameter, since some functions, such as scripted ones, ignore
+        # the subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
