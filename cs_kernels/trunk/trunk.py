@@ -210,7 +210,10 @@ class Trunk:
         self.reach.has_new = False
 
     def check_reached(self, task: str, reached: bool) -> None:
-        """Raises if a loss reached no parameter of the trunk, unless all it could reach are frozen."""
+        """Raises if a loss reached no parameter of the trunk.
+
+        This is no mistake if all parameters that the task has ever reached are frozen.
+        """
         if reached:
             return
         reachable = self.reach.reached_by(task)
