@@ -302,10 +302,10 @@ class MultiTaskOptimizer(Copyable):
             batched: Whether to make all backward passes at once, by `torch.vmap`. This is faster
                 for transformers and MLPs with few samples, and slower for convolutions; gradients
                 of activations take K times the memory. The update differs only by rounding, unless
-                a hook on an activation changes gradients: it sees all tasks' as one batch. Leaves
-                that the optimizer does not hold get no gradient. Passes are made one by one if they
-                are a task's first, if a parameter has hooks, or if the graph has a
-                `torch.autograd.Function` or a function that cannot be batched.
+                a hook on an activation changes gradients: it sees one batch of all tasks'
+                gradients. Leaves that the optimizer does not hold get no gradient. Passes are made
+                one by one if they are a task's first, if a parameter has hooks, or if the graph has
+                a `torch.autograd.Function` or a function that cannot be batched.
 
         Returns:
             The losses, detached.

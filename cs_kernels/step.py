@@ -85,7 +85,7 @@ class Surgery:
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
-    """Converts indices to slices, because indexing with them would synchronize with a GPU."""
+    """Converts indices to slices: indexing with a list would synchronize with a GPU."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
     return map(slice, starts, stops)

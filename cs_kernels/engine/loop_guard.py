@@ -235,7 +235,7 @@ class LoopGuard:
             )
 
     def _notice_steps(self) -> None:
-        """Hooks into the optimizers' steps: a step that writes into `.data` changes no version."""
+        """Registers step hooks, since a step that writes into `.data` changes no version."""
         this = weakref.proxy(self)  # The optimizer must not keep the guard alive.
 
         def refuse(n: int) -> None:

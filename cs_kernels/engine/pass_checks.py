@@ -384,7 +384,7 @@ def _gradients(
 
 
 def _any_gradient(edge: GradientEdge) -> Tensor:
-    """Varied numbers to use as an edge's gradient, which operations hardly map to zeros only."""
+    """Varied numbers as an edge's gradient: hardly any operation maps all of them to zero."""
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
