@@ -20,7 +20,7 @@ _CUDA = os.environ.get("CS_KERNELS_CUDA") == "1"
 if _REQUEST not in ("0", "1", "auto"):
     sys.exit(f"CS_KERNELS_NATIVE must be 0, 1 or auto, got {_REQUEST!r}")
 if _REQUEST == "0" and _CUDA:
-    sys.exit("CS_KERNELS_CUDA=1 asks for kernels that CS_KERNELS_NATIVE=0 leaves out")
+    sys.exit("CS_KERNELS_CUDA=1 conflicts with CS_KERNELS_NATIVE=0, which builds no kernels")
 
 
 class CMakeBuild(build_ext):
@@ -37,7 +37,7 @@ class CMakeBuild(build_ext):
             if _CUDA or _REQUEST == "1":
                 sys.exit(why)
             self.extensions.clear()
-            print(f"{why}. It runs as pure torch, slower (CS_KERNELS_NATIVE=1 fails instead)")
+            print(f"{why}. It is pure torch now, and slower (with CS_KERNELS_NATIVE=1, this fails)")
 
     def build_extension(self, ext: Extension) -> None:
         """Configures and builds one extension."""
@@ -74,7 +74,9 @@ class CMakeBuild(build_ext):
 def _why(error: Exception) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
-    failed = "the compiler failed" if "--build" in error.cmd else "CMake found no way to build them"
+    failed = (
+        "the compiler failed" if "--build" in error.cmd else "CMake could not configure the build"
+    )
     return f"{failed}, as its messages above say"
 
 

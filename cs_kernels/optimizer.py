@@ -330,7 +330,7 @@ class MultiTaskOptimizer(Copyable):
             return steps.backward(self._engine, losses, update=update, batched=batched)
         if batched:
             raise ValueError(
-                f"batched must be False with features, whose trunk has one pass, got {batched!r}"
+                f"batched must be False with features, where trunk has one pass, got {batched!r}"
             )
         return steps.backward_at_features(self._engine, losses, features, update=update)
 

@@ -74,7 +74,7 @@ def decide(
     if toolkit < _OLDEST_TOOLKIT:
         oldest, version = (".".join(map(str, version)) for version in (_OLDEST_TOOLKIT, toolkit))
         return Decision(
-            "0", f"they need CUDA {oldest} or later, and CUDA {version} was on the path"
+            "0", f"CUDA {oldest} or later is required, but CUDA {version} was on the path"
         )
     if torch is not None and torch.version is not None:
         cuda = "no CUDA" if torch.cuda is None else f"CUDA {torch.cuda}"
@@ -82,7 +82,7 @@ def decide(
             "0" if torch.cuda is None else "auto",
             f"torch {torch.version} in this environment has {cuda}",
         )
-    which = "no torch" if torch is None else "a torch that does not tell whether it has CUDA"
+    which = "no torch" if torch is None else "a torch whose CUDA version is unknown"
     return Decision(
         "auto" if driver else "0",
         f"the build found {which}, and {'the' if driver else 'no'} NVIDIA driver",

@@ -141,7 +141,7 @@ WAIT = r"update=False\) wait for their update"
 REFUSED = {
     # Loops that mistake a second backward for accumulation.
     **dict.fromkeys(("LL", "LS", "wLL", "LsLL"), LEFT),
-    **dict.fromkeys(("wS", "w1S"), "step would forget.*update=False"),
+    **dict.fromkeys(("wS", "w1S"), "step would drop.*update=False"),
     **dict.fromkeys(("ws", "wws"), WAIT),
     **dict.fromkeys(("wc", "wp"), "cannot be copied or pickled"),
     "3S": "schedule must give phase 1 or 2, got 3",

@@ -292,7 +292,7 @@ def test_only_protected_tasks_have_labels() -> None:
 @pytest.mark.loop
 def test_an_unconstrained_update_warns() -> None:
     loop = Loop(cs.Protect("old", refresh_every=3))
-    with pytest.warns(UserWarning, match="'old' as long as no gradient of it is kept"):
+    with pytest.warns(UserWarning, match="contain 'old', because no gradient of it is kept"):
         loop.opt.backward({"new": loop.loss(0, "new")})
     loop.sgd.step()
     loop.backward(1)

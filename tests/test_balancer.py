@@ -1,4 +1,4 @@
-"""GradientBalancer against plain loops in float64, and its rules."""
+"""GradientBalancer: comparisons with plain loops in float64, and what it accepts."""
 
 import contextlib
 import copy
@@ -92,7 +92,7 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
-    """Only in the trunk, by the previous step's weights. A task is absent in one step."""
+    """The previous step's weights scale the trunk's gradients only; one step lacks a task."""
     if isinstance(method, cs.DBMTL):
         pytest.skip("test_losses_for_the_method has it")
     training = Training(copy.deepcopy(method))
@@ -200,7 +200,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
 
 
 class _Inside(torch.autograd.Function):
-    """Runs a layer, and adds up the gradients of its parameters, in graphs of its own."""
+    """Runs a layer and accumulates its parameters' gradients in a separate, inner graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -217,7 +217,7 @@ class _Inside(torch.autograd.Function):
 
 
 def test_a_layer_outside_the_trunk_that_a_function_hides() -> None:
-    """Its gradients are not weighted in any step."""
+    """The hidden layer's gradients are not weighted in any step."""
     trunk, hidden = nn.Linear(3, 4), nn.Linear(4, 4)
     sgd = torch.optim.SGD([*trunk.parameters(), *hidden.parameters()], 0.1)
     balancer = cs.GradientBalancer(trunk.parameters(), TASKS[:2], cs.UPGrad(), sgd, every=9)
@@ -302,7 +302,7 @@ class _Kept(torch.autograd.Function):
 
 @pytest.mark.parametrize(("small", "most"), [(0, 64), (500, 64), (500, 3), (4096, 64)])
 def test_small_gradients_are_sketched_together(monkeypatch: Any, small: int, most: int) -> None:
-    """Some lie in memory that the next pass of the block overwrites."""
+    """Some of the gradients are in memory that the next pass of the block overwrites."""
     monkeypatch.setattr("cs_kernels.balancing.sketches._SMALL", small)
     monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_SMALL", most)
     training = Training(cs.UPGrad())
@@ -368,7 +368,7 @@ def test_non_finite_gradients_do_not_change_weights() -> None:
 
 
 def test_a_step_that_the_scaler_skips() -> None:
-    """A skipped step does not count, not even in the next one; products exclude the scale."""
+    """A skipped step does not affect later ones; products exclude the scale."""
     scaled, plain = (Training(cs.NashMTL()) for _ in "12")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaled.balancer.close()
@@ -389,14 +389,14 @@ def test_a_step_that_the_scaler_skips() -> None:
         if step == 0:
             found, expected = (t.balancer.report() for t in (scaled, plain))
             torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=0)
-    # The passes of the skipped step were dropped.
+    # The skipped step's passes were discarded.
     assert scaled.balancer.report().finite
     found, expected = (t.balancer.report() for t in (scaled, plain))
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=0)
 
 
 def test_absent_tasks_and_zero_gradients() -> None:
-    """They keep their last norm and cosines; pairs never seen together count as orthogonal."""
+    """Such tasks keep their last norm and cosines; pairs never seen together are orthogonal."""
     training = Training(cs.MGDA())
     training.step(0, ("a",))
     assert training.balancer.weights["b"] == 1
@@ -420,7 +420,7 @@ def test_absent_tasks_and_zero_gradients() -> None:
 
 
 def _steps_of(method: cs.Method, *steps: dict[str, Tensor | None], **options: Any) -> Any:
-    """A balancer after steps with the given gradients of one parameter, by task."""
+    """A balancer after steps in which one parameter gets the given gradients, by task."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     sgd = torch.optim.SGD([p], lr=0.0)
     balancer = cs.GradientBalancer([p], ["a", "b"], method, sgd, **options)
@@ -532,7 +532,7 @@ def test_losses_of_blocks_without_gradients_count() -> None:
 
 @pytest.mark.parametrize("hooked", ["parameter", "node"])
 def test_gradients_that_a_hook_moves(hooked: str) -> None:
-    """Optimizers in hooks and main gradients do this: `.grad` is None after every pass."""
+    """With optimizers in hooks or main gradients, `.grad` is None after every pass."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     moved = torch.zeros(3, dtype=torch.float64)
 
@@ -559,7 +559,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
 
 
 def test_weights_stay_in_a_step_without_gradients() -> None:
-    """They stay even if the method would give other weights for zero gradients."""
+    """Weights stay even if the method would give other weights for zero gradients."""
     step = {"a": 300 * _A, "b": _B}
     method = cs.Clipped(cs.Sum(), 1.0)
     expected = _steps_of(method, step).weights
@@ -651,7 +651,7 @@ def test_an_exception_drops_the_sketches() -> None:
 
 
 def test_passes_outside_of_any_task() -> None:
-    """They have weight 1, and enter no sketch."""
+    """Gradients of such passes have weight 1, and enter no sketch."""
     training = Training(cs.NashMTL())
     training.step(0)
     training.adam.zero_grad()
@@ -666,7 +666,7 @@ def test_passes_outside_of_any_task() -> None:
 
 
 class Cached(nn.Module):
-    """Reentrant checkpointing: gradients of the parameters arrive in an inner pass."""
+    """A trunk with reentrant checkpointing: its gradients arrive in an inner pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -754,7 +754,7 @@ def test_a_resumed_run_is_the_same(method: cs.Method, options: dict[str, int]) -
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Like Accelerate's wrapper: it has no hooks, and steps only in the last micro-batch."""
+    """Like Accelerate's wrapper, has no hooks, and steps only in the last micro-batch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -822,11 +822,11 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
 def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-    _made().close()  # The failed one has left nothing behind.
+    _made().close()  # The failed constructor left nothing behind.
 
 
 def test_a_loop_that_never_ends_a_step_is_warned_about() -> None:
-    """It steps another optimizer than the balancer's."""
+    """The loop steps an optimizer other than the balancer's."""
     training = Training(cs.UPGrad())
     training.adam = torch.optim.Adam(training.network.parameters())
     for number in range(333):
@@ -834,7 +834,7 @@ def test_a_loop_that_never_ends_a_step_is_warned_about() -> None:
     with pytest.warns(UserWarning, match="1000 passes .* no step has ended: pass the optimizer"):
         training.step(333)
     assert training.balancer.report().step == 0
-    training.step(334)  # Once is enough.
+    training.step(334)  # Warns only once.
 
 
 def test_steps_without_a_marked_pass_are_warned_about() -> None:
@@ -906,7 +906,7 @@ def test_misuse() -> None:
 
 
 def test_a_report_states_its_errors() -> None:
-    """Cosines from small sketches deviate by about the errors that the report gives."""
+    """Cosines from small sketches deviate by about the errors that the report states."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(20_000))
     first, other = torch.randn(20_000), torch.randn(20_000)

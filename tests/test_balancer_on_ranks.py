@@ -1,4 +1,4 @@
-"""GradientBalancer on many ranks against one process, and what its steps send."""
+"""GradientBalancer: many ranks against one process, and the communication of its steps."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]
         whole = nn.parallel.DistributedDataParallel(whole, find_unused_parameters=True)
     if kind.startswith("fully_shard"):
         shard(trunk[0], trunk[2], whole, replicas=kind.endswith("2-D"))
-    # The default on a GPU, foreach, does not mix sharded and whole tensors.
+    # foreach, the default on a GPU, refuses a mix of sharded and whole tensors.
     sgd = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9, foreach=False)
     balancer = cs.GradientBalancer(trunk.parameters(), TASKS, getattr(cs, method)(), sgd, every=2)
     sent = []
@@ -84,7 +84,7 @@ def test_ranks_train_as_one_process(pools: Pools, kind: str, size: int, method: 
 
 
 def test_what_a_step_sends(pools: Pools) -> None:
-    """A step with DDP sends DDP's own reduction, and sketches in the steps that solve."""
+    """With DDP, a step sends DDP's own reduction, plus sketches if it solves."""
     found = pools(2).agreed(_trained, "DDP")
     numel = sum(p.numel() for p in found["state"])
     sketches = 3 * 2048  # The trunk has 1,547 parameters.

@@ -1,4 +1,4 @@
-"""`backward(losses, batched=True)` makes the update of the passes one by one."""
+"""`backward(losses, batched=True)` makes the same update as one pass per task."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ class Training:
 
 
 def assert_alike(first: Training, second: Training) -> None:
-    """Compares gradients, among them which are None."""
+    """Compares gradients, including which of them are None."""
     for one, other in zip(first.grads(), second.grads(), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -80,7 +80,7 @@ def assert_alike(first: Training, second: Training) -> None:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Lists the number of losses of every batched pass."""
+    """Yields a list to which every batched pass appends its number of losses."""
     numbers: list[int] = []
     grad = torch.autograd.grad
 
@@ -126,7 +126,7 @@ def test_passes_one_by_one_train_the_same(method: cs.Method) -> None:
 
 
 def test_a_weighting_with_parameters() -> None:
-    """Its parameters get their gradients in `.grad`, as a head's do."""
+    """The weighting's parameters get their gradients in `.grad`, like a head's."""
     pair, sigmas = [], []
     for batched in (False, True):
         weighting = cs.UncertaintyWeights(dict.fromkeys(ABC, "regression"))
@@ -205,12 +205,12 @@ def test_what_cannot_be_batched(how: str) -> None:
             torch.manual_seed(seed)
             losses = run.losses(seed)
             before = len(seen)
-            if run.batched and "hook" not in how and seed == 1:  # It is not tried again.
+            if run.batched and "hook" not in how and seed == 1:  # Batching is not tried again.
                 with pytest.warns(UserWarning, match="batched=True has no effect, because a"):
                     run.backward(losses)
             else:
                 run.backward(losses)
-            if "hook" in how and seed:  # The first step checks the passes by further ones.
+            if "hook" in how and seed:  # The first step makes further passes as a check.
                 assert len(seen) - before == 2
         assert_alike(*pair)
         for run in pair:
@@ -219,7 +219,7 @@ def test_what_cannot_be_batched(how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
 def test_a_graph_that_begins_to_hide_parameters() -> None:
-    """Gradients that a batched pass does not see are made one by one."""
+    """Gradients that a batched pass misses come from separate passes."""
 
     def changing(self: Composed, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()  # A leaf, at which the graph seems to end.

@@ -40,7 +40,7 @@ def test_no_table_of_benchmarks_is_typed() -> None:
 
 
 def _rows(name: str) -> list[list[list[float | None]]]:
-    """By panel, the values of each row of markers."""
+    """For each panel, the values of each row of markers."""
     page = runpy.run_path(str(ROOT / "bench" / "page.py"))
     if name == "front":
         return [[[r.get(key) or None] for r in page["front"]()] for key in page["PANELS"]]

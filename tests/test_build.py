@@ -21,7 +21,7 @@ pytestmark = pytest.mark.kernel
 CPU, ROCM = Torch("2.13.0+cpu", None), Torch("2.13.0+rocm7.1", None)
 CUDA = Torch("2.13.0", "13.0")
 SILENT = Torch(None, None)
-NO_ANSWER = "the build found a torch that does not tell whether it has CUDA"
+NO_ANSWER = "the build found a torch whose CUDA version is unknown"
 VERSION_FILES = [
     ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", CPU),
     ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", CUDA),
@@ -52,7 +52,7 @@ def _install(folder: Path, version: str) -> Path:
         (ROCM, (13, 0), True, "0", "torch 2.13.0+rocm7.1 in this environment has no CUDA"),
         (CUDA, (13, 0), False, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
         (CUDA, (12, 0), True, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
-        (CUDA, (11, 8), True, "0", "they need CUDA 12.0 or later, and CUDA 11.8 was on the path"),
+        (CUDA, (11, 8), True, "0", "CUDA 12.0 or later is required, but CUDA 11.8 was on the path"),
         (CUDA, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
         (None, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
         (None, (13, 0), True, "auto", "the build found no torch, and the NVIDIA driver"),
@@ -138,7 +138,7 @@ def test_the_module_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_version_of_the_toolkit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, version: Toolkit
 ) -> None:
-    """Like CMake, it prefers CUDACXX to the path."""
+    """Like CMake, the search prefers CUDACXX to the path."""
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(f"#!/bin/sh\n{program}\n")
     nvcc.chmod(0o755)
@@ -188,7 +188,7 @@ OLD = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py where CMake fails, in a copy of what it reads."""
+    """Runs setup.py with a CMake that fails, in a copy of the files that setup.py reads."""
     root = Path(cuda_decision.__file__).parents[1]
     copy = tmp_path / "copy"
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "python", "cs_kernels"):
@@ -219,18 +219,22 @@ def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("variables", "status", "says"),
     [
-        ({}, 0, "cs_kernels has no compiled kernels: CMake found no way to"),
-        ({"CS_KERNELS_NATIVE": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
-        ({"CS_KERNELS_CUDA": "1"}, 1, "cs_kernels has no compiled kernels: CMake found no"),
+        ({}, 0, "cs_kernels has no compiled kernels: CMake could not"),
+        ({"CS_KERNELS_NATIVE": "1"}, 1, "cs_kernels has no compiled kernels: CMake could not"),
+        ({"CS_KERNELS_CUDA": "1"}, 1, "cs_kernels has no compiled kernels: CMake could not"),
         ({"CS_KERNELS_NATIVE": "0"}, 0, ""),
         ({"CS_KERNELS_NATIVE": "yes"}, 1, "CS_KERNELS_NATIVE must be 0, 1 or auto, got 'yes'"),
-        ({"CS_KERNELS_NATIVE": "0", "CS_KERNELS_CUDA": "1"}, 1, "CS_KERNELS_NATIVE=0 leaves out"),
+        (
+            {"CS_KERNELS_NATIVE": "0", "CS_KERNELS_CUDA": "1"},
+            1,
+            "conflicts with CS_KERNELS_NATIVE=0",
+        ),
     ],
 )
 def test_a_build_without_a_compiler(
     tmp_path: Path, variables: dict[str, str], status: int, says: str
 ) -> None:
-    """The package is pure torch, or the build ends with one sentence below the compiler's."""
+    """The package is pure torch, or the build fails with one sentence after the compiler's."""
     done = _build_of(tmp_path, **variables)
     assert done.returncode == status, done.stderr
     assert says in done.stdout + done.stderr

@@ -58,7 +58,7 @@ def test_replays_are_steps(name: str) -> None:
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
 def test_a_captured_run_resumes(name: str) -> None:
-    """It resumes captured or eager; later replays do not change what was saved."""
+    """A run resumes captured or eager; later replays do not change what was saved."""
     first = CASES[name](captured=True).train(0, 7)
     states = saved(first.setup, first.opt)
     kept = first.opt.state_dict()
@@ -76,7 +76,7 @@ def test_a_captured_run_resumes(name: str) -> None:
 
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
 def test_replays_draw_anew(method: cs.Method) -> None:
-    """Gradients are constant, in three directions that conflict; for Sum, dropout draws."""
+    """Gradients are constant, in three conflicting directions; for Sum, dropout is random."""
     trunk = nn.Linear(2, 1, bias=False)
     directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), TASKS, method)
@@ -92,7 +92,7 @@ def test_replays_draw_anew(method: cs.Method) -> None:
 
 
 def _other_steps_between(captured: bool) -> Loop:
-    """The counter follows, and `.grad` belongs to the last step."""
+    """Eager steps advance the counter too, and `.grad` belongs to the last step."""
     loop = Loop(cs.GradDrop(), captured=captured)
     for number in range(10):
         loop.train(number, number + 1)
@@ -104,14 +104,14 @@ def _other_steps_between(captured: bool) -> Loop:
 
 
 def _a_learning_rate_in_a_tensor(captured: bool) -> Loop:
-    """A scheduler changes it in every step."""
+    """A scheduler changes the learning rate in every step."""
     loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
     rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
     return loop.train(stop=8, rate=rate)
 
 
 def _a_scaler(captured: bool) -> Loop:
-    """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
+    """The scaler skips a step with infinite gradients and lowers its scale, even in a replay."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
     optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True)
     loop = Loop(cs.CAGrad(), captured=captured, optimizer=optimizer, scaler=scaler)
@@ -121,7 +121,7 @@ def _a_scaler(captured: bool) -> Loop:
 
 
 def _a_batch_whose_gradients_are_not_finite(captured: bool) -> Loop:
-    """Nash-MTL keeps no state from it."""
+    """Nash-MTL keeps no state from such a batch."""
     loop = Loop(cs.NashMTL(), captured=captured)
     loop.setup.batches[6][1].fill_(torch.inf)
 
@@ -152,7 +152,7 @@ def test_events_after_which_nothing_is_captured_again(
 
 
 def _replace_norm(loop: Loop, _: int) -> None:
-    """The new one has the same parameters; an eager step runs before the next captured step."""
+    """The new normalization has the same parameters; an eager step runs before the next replay."""
     old, new = loop.setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
     new.weight, new.bias = old.weight, old.bias
     loop.setup.trunk.stem_norm.depth = new
@@ -164,7 +164,7 @@ def _replace_buffer(norm: nn.Module) -> None:
 
 
 def _move(loop: Loop, _: int) -> None:
-    """As `module.to` does, keeps the parameter objects and moves their memory."""
+    """Like `module.to`, keeps the parameter objects and moves their memory."""
     for parameter in loop.setup.trunk.parameters():
         parameter.data = parameter.data.clone()
 
@@ -207,7 +207,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", [cs.GradDrop, cs.NashMTL])
 def test_captured_again(method: Callable[[], cs.Method], change: str) -> None:
-    """Something changes before steps 5 and 8; the heads have statistics too."""
+    """The change occurs before steps 5 and 8; the heads have statistics, too."""
 
     def train(captured: bool) -> Loop:
         loop = Loop(method(), None, cs.DynamicWeightAverage(), captured=captured)

@@ -41,7 +41,7 @@ def examine(
     ("fault", "outcome", "detail"),
     [
         ("wrong", "wrong", r"result 0 of torch.float64 is wrong by 1\.0e-03 .* limit is 1e-05"),
-        ("unsteady", "wrong", "run 2 gave other bits than run 1"),
+        ("unsteady", "wrong", "runs 1 and 2 differ bitwise"),
         ("crash", "crash", r"(?s)exit status .*Fatal Python error: Aborted.*_crash"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_fault_is_a_result(pair: tuple[str, str], fault: str, outcome: str, de
 
 
 def test_a_hang_is_a_result(pair: tuple[str, str]) -> None:
-    """The detail says where it hangs."""
+    """The detail shows where the check hangs."""
     seconds = 60 if pair[0] == "triton" else 10  # The interpreter is slow on a loaded machine.
     results = examine(pair, "hang", seconds=seconds)
     assert [r.outcome for r in results] == ["ok", "hang", "ok"]

@@ -1,4 +1,4 @@
-"""State dicts: a resumed run is bit-equal, and a state that does not fit is refused."""
+"""State dicts: a resumed run has the same bits, and a state that does not fit is refused."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.loop
 def test_resumed_run_is_bit_equal(
     optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
 ) -> None:
-    """It stops in the middle of an epoch; a scheduler changes the learning rate."""
+    """The run stops in the middle of an epoch; a scheduler changes the learning rate."""
 
     def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
         setup = Setup(optimizer=optimizer, **options)
@@ -170,7 +170,7 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
 
 
 def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
-    """The state says which task reaches what, until the next passes do."""
+    """Until the next passes, the state determines which task reaches what."""
     trunk, x = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)}), torch.randn(8, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.PCGrad())
 

@@ -99,7 +99,7 @@ def test_reports_have_norms_from_before_clipping() -> None:
 
 
 def test_by_layer_each_module_is_clipped() -> None:
-    """It is clipped with `step` and, if normalization is task-specific, with `step_together`."""
+    """Modules are clipped in `step`, and with task-specific normalization in `step_together`."""
     limit = 0.05
 
     def trained(together: bool) -> tuple[Tensor, nn.Module, list[Tensor]]:

@@ -66,7 +66,7 @@ def _dropped(grads: Any, leak: float = 0.0, step: int = 0, *draw: Any) -> Tensor
 def test_gramian_and_weighted_sum(
     backend: str, dtype: torch.dtype, tasks: int, memory: str, missing: bool
 ) -> None:
-    """Errors are at most twice those of torch in the gradients' dtype, or a few roundings."""
+    """Errors are at most twice torch's in the gradients' dtype, or a few roundings."""
     grads, group_of = _trunk(tasks, dtype, memory, missing), [0] * len(SHAPES)
     rows = _rows(grads, tasks, dtype)
     result = _ops.gramian(grads, group_of, 1, tasks)[0]
@@ -120,7 +120,7 @@ def test_updates_over_gradients(
 
 @pytest.mark.parametrize("shape", [None, ()])
 def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
-    """A group's tensors share one Gramian and its weights; so do scalars."""
+    """The tensors of a group share one Gramian and its weights; they may be scalars."""
     grads, group_of = _trunk(3, torch.float64), [1, 0, 2, 1]
     if shape == ():
         grads = [grad.flatten()[0] for grad in grads]
@@ -190,8 +190,8 @@ def test_drop_signs(backend: str, dtype: torch.dtype, tasks: int, memory: str, l
     arguments = rows, memory, grads, [leak * i for i in range(tasks)], 3, 11, tasks
     results = [_written(run, *arguments) for run in (reference.drop_signs_, _ops.drop_signs_)]
     error = (results[0] - results[1]).abs()
-    # Where the share is within rounding of the drawn number, the choice may differ: one element in
-    # 2^24.
+    # The choice may differ where the share is within rounding of the drawn number, in one of 2^24
+    # elements.
     assert (error <= 2 * torch.finfo(dtype).eps * rows.double().abs().sum(0)).all()
 
 
@@ -275,7 +275,7 @@ def test_non_finite_gradients_are_not_dropped(
 
 @pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
 def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
-    """Bits do not depend on the number of threads, on splitting or on streaming stores."""
+    """Bits do not depend on threads, splits or streaming stores."""
     sizes = [2_500_001, 1_500_000, 999]
     flat = [torch.randn(sum(sizes)).to(dtype) for _ in range(tasks)]
     weights = torch.randn(1, tasks, dtype=torch.float64)
@@ -319,7 +319,7 @@ def test_products_of_very_different_size(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_functional(backend: str, dtype: torch.dtype) -> None:
-    """`out=` gets the bits of a new tensor, and no graph even if it requires gradients."""
+    """`out=` gets the same bits as a new tensor, and no graph even if it requires gradients."""
     grads, weights = torch.randint(-8, 9, (4, 5, 3)).to(dtype), torch.randint(-8, 9, (4,)).float()
     rows = grads.flatten(1).double()
     torch.testing.assert_close(cs.functional.gramian(grads), rows @ rows.T)
@@ -333,7 +333,7 @@ def test_functional(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both use the same uniform numbers and leaks."""
+    """Both libraries use the same uniform numbers and leaks."""
     rows = torch.randn(4, 1000, dtype=torch.float64)
     leaks = [0.0, 0.1, 0.5, 1.0]
     update = torch.empty(1000, dtype=torch.float64)

@@ -123,7 +123,7 @@ def test_counts(backend: str, method: str, threshold: float, scaled: bool) -> No
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if scaled else None
     opt = setup.start(METHODS[method](), scaler=scaler)
     plain = Plain(shared_parameters(setup.trunk), threshold)
-    opt.step(setup.closure(0))  # Not counted.
+    opt.step(setup.closure(0))  # Not counted: counting starts below.
     opt.count_conflicts(threshold)
     plain.check(opt.conflicts())
     for number in range(7):
@@ -288,7 +288,7 @@ def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatc
         optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True) if scaled else None
         loop = Loop(METHODS[method](), captured=captured, optimizer=optimizer, scaler=scaler)
         for number in range(24):
-            if number == 5:  # There is a graph already.
+            if number == 5:  # A graph exists already.
                 loop.opt.count_conflicts()
             if number == 10:
                 loop.opt.step(loop._loss, TASKS[:2])
@@ -334,7 +334,7 @@ def test_a_resumed_run_goes_on() -> None:
 
 
 def test_counts_are_by_name() -> None:
-    """Loads the counts of a smaller trunk, which is part of the larger one."""
+    """The larger trunk loads the counts of a smaller one that it contains."""
     _, loss, small = started_problem(cs.PCGrad())
     small.count_conflicts()
     small.step(loss)
@@ -448,7 +448,7 @@ def test_refusals() -> None:
 
 
 def test_a_trunk_that_is_moved() -> None:
-    """The trunk moves to another dtype."""
+    """The move is to another dtype."""
     setup, opt = counting()
     opt.step(setup.closure(0))
     setup.trunk.float()

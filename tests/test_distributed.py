@@ -250,7 +250,7 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2, alone={})
 def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tensor]:
-    """Its first pass reveals it, even inside `no_sync`, which later resets the wrapper's flag."""
+    """The first pass reveals the wrapper, even inside `no_sync`, which later resets its flag."""
     network: Any = (plain := Dense())
     if dist.is_initialized():
         plain.unused = plain.unused if not no_sync else nn.Identity()
@@ -366,7 +366,7 @@ def test_a_wrapper_reduces_again_after_its_last_optimizer(rank: int) -> list[lis
 @pytest.mark.parametrize("fails", [False, True])
 @on_ranks(3)
 def test_groups_end_with_their_optimizer(rank: int, fails: bool) -> None:
-    """Their threads end without a garbage collection."""
+    """The groups' threads end without a garbage collection."""
 
     def threads() -> int:
         return len([*Path("/proc/self/task").iterdir()])

@@ -81,7 +81,7 @@ def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
 
     for step in range(10):
         opt.step(partial(loss, step))
-        if step == 4:  # These run after the hooks that the first step registered.
+        if step == 4:  # These hooks run after those that the first step registered.
             for parameter in trunk[0].parameters():
                 parameter.register_post_accumulate_grad_hook(_halve)
     return whole_copies(trunk.parameters())
@@ -207,11 +207,11 @@ def test_statistics_of_heads(rank: int) -> list[Tensor]:
 
 @on_ranks(3)
 def test_statistics_are_averaged(rank: int) -> list[Any]:
-    """They are averaged in Phase 1, too: all ranks predict alike and save the same checkpoint."""
+    """Phase 1 averages them, too, so all ranks predict alike and save the same checkpoint."""
     network = Network("replicated", rank, 3)
     network.trunk.train()
     opt, found = network.start_phases("ConnectionStrength"), []
-    assert opt.phase == 1  # The first task then sees the initial weights.
+    assert opt.phase == 1  # The first task's pass sees the initial weights.
     of_ranks = []
     for part in network.x[0].chunk(3):
         trunk = Network("alone", rank, 3).plain.train()

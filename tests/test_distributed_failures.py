@@ -72,7 +72,7 @@ def _with_a_failing_rank(rank: int, size: int, method: str) -> list[list[Tensor]
 @pytest.mark.parametrize("method", ["ConnectionStrength", "Sum"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_failing_rank_ends_the_step_of_all(pools: Pools, size: int, method: str) -> None:
-    """All ranks make the later steps again."""
+    """After the failure, all ranks make steps again."""
     first, failed, *others = pools(size).run(_with_a_failing_rank, size, method)
     assert_equal(failed[0], first[0])
     for other in others:
@@ -108,7 +108,9 @@ def _with_a_slow_rank(rank: int, size: int) -> None:
     network, x = Dense(), torch.ones(3, 5)
     opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
     opt.step(partial(network, x))
-    waited = "rank 0 waited in vain for another rank in step 1: a rank has ended, or has not"
+    waited = (
+        "rank 0 timed out while it waited for another rank in step 1: a rank has ended, or has not"
+    )
     message = f"^{waited}" if rank == 0 else f"^rank 0 failed in step 1: RankError: {waited}"
     with pytest.raises(RankError, match=message):
         opt.step(lambda task: time.sleep(3 * rank) or network(x, task))
@@ -186,7 +188,7 @@ def test_an_optimizer_that_fails_on_one_rank(
 @pytest.mark.parametrize("what", ["a hook", "a sparse gradient", "a sparse one of a head"])
 @on_ranks(2)
 def test_a_backward_pass_that_fails_on_one_rank(rank: int, what: str) -> list[Tensor]:
-    """It fails after some buckets are sent; later steps are not affected."""
+    """The pass fails after some buckets are sent; later steps are not affected."""
     buckets.BUCKET_BYTES = 70
     embedding = nn.Embedding(4, 4)
     layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
@@ -249,14 +251,14 @@ def _after_a_failing_pass(rank: int, layer: int | None) -> list[Tensor]:
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
 def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
-    """It fails behind the trunk, or within it, where some gradients are not reduced yet."""
+    """The pass fails before the trunk, or inside it, before some gradients are reduced."""
     found = [pools(2).agreed(_after_a_failing_pass, layer) for layer in (None, 2, 1)]
     assert_equal(found[1:], [found[0]] * 2)
 
 
 @on_ranks(2)
 def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
-    """`backward` does not see the heads run, and keeps the user's resharding; a loss may be inf."""
+    """`backward` gets only losses, and keeps the user's resharding option; a loss may be inf."""
     network, opt = _with_sharded_heads()
     x = part_of_this_rank(torch.randn(2, 12, 5), 1)
     returned = []
@@ -360,7 +362,7 @@ def test_ranks_that_disagree_raise(rank: int, change: str | dict[str, Any], mess
 )
 @on_ranks(2)
 def test_ranks_that_differ_in_a_step_raise(rank: int, change: str, message: str) -> None:
-    """The error comes before anything has changed."""
+    """The error is raised before anything changes."""
     network = Network("replicated", rank, 2)
     opt = network.start(cs.PCGrad(update_every=4), cs.Switch(1))
     opt.start_epoch(1)
@@ -396,7 +398,7 @@ def test_ranks_with_other_groups_raise(rank: int) -> None:
 )
 @on_ranks(2)
 def test_ranks_that_drift_raise(rank: int, what: str, noticed: int | None) -> None:
-    """`noticed` is the last step that may raise; equal options may be written differently."""
+    """`noticed` is the latest step that may raise; equal options may differ in type."""
     trunk = nn.Linear(3, 3)
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
     opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)

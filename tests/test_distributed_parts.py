@@ -1,4 +1,4 @@
-"""Gradients of ranks, tested in one process: pieces of channels, buckets that are sent early."""
+"""Gradients of ranks in a single process: pieces of channels, buckets that are sent early."""
 
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def test_a_gradient_that_comes_after_it_was_sent_is_refused(
 ) -> None:
     """Reentrant checkpointing accumulates a layer's gradient once per run of the layer."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 170)
-    trunk = Deep(-1, reentrant=True)  # The bucket of the last layer goes first.
+    trunk = Deep(-1, reentrant=True)  # The last layer's bucket is sent first.
     opt = optimizer_of(trunk, cs.PCGrad(), process_group=group)
     trunk.twice = False
     opt.step(trunk.loss)
@@ -246,7 +246,9 @@ def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> N
     for _ in range(2):
         opt.step(lambda task: head(trunk(x)).sum())
     trunk(x).square().sum().backward()
-    with pytest.raises(RuntimeError, match=r"0.weight \(and 1 more\) come from a loss of your own"):
+    with pytest.raises(
+        RuntimeError, match=r"0.weight \(and 1 more\) come from a loss outside this"
+    ):
         opt.step(lambda task: trunk(x).sum())
     opt = cs.MultiTaskOptimizer(trunk, opt.optimizer, AB, cs.PCGrad())
     with pytest.raises(ValueError, match="depend on a parameter of trunk, but the loss of 'a'"):
@@ -322,7 +324,7 @@ def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method,
 
 
 def test_shards_of_normalizations_do_not_keep_all_gradients(group: dist.ProcessGroup) -> None:
-    """`fully_shard` reduces a module's gradients in one buffer, and they are views of it."""
+    """`fully_shard` reduces a module's gradients in one buffer; the gradients are views of it."""
     plain = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64))
     trunk = cs.nn.convert_task_batchnorm(plain, AB)
     shard(trunk)

@@ -1,4 +1,4 @@
-"""The documentation: its Python runs as written, and the files and commands it names exist."""
+"""The documentation: its Python code runs, and the files and commands that it names exist."""
 
 import contextlib
 import inspect
@@ -107,7 +107,7 @@ def test_python_runs(page: str, number: int) -> None:
 
 
 def test_the_example_of_connection_strength_performs_surgery() -> None:
-    """Its report has the channel shares, which only Phase 2 has."""
+    """Its report has channel shares, which exist only in Phase 2."""
     page = "docs/start.md"
     code = next(code for _, code in _blocks(page) if "convert_task_batchnorm" in code)
     names, printed = _run(code, page)
@@ -173,7 +173,7 @@ def test_commands_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page: str) -> None:
-    """A name is a file's path, or the end of one."""
+    """A name is a file's path, or the end of its path."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     if not files:
@@ -202,7 +202,7 @@ def test_the_support_table_matches_the_code() -> None:
 
 
 def test_the_readme_is_one_page() -> None:
-    """Its examples are short, and its counts are those of the package."""
+    """The README is short, as are its examples, and its counts are the package's."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 140
     assert all(
@@ -222,7 +222,7 @@ def test_the_readme_is_one_page() -> None:
 
 
 def test_the_readme_has_the_numbers_of_the_records() -> None:
-    """Those outside its table and its picture."""
+    """Checks the numbers in the text; other tests check the table and the picture."""
     page = runpy.run_path(str(ROOT / "bench" / "page.py"))
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     rows = {row["step"]: row for row in page["front"]()}

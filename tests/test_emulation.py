@@ -31,11 +31,11 @@ _ops = torch.ops.cs_kernels
 
 
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
-    """Everything that the operators on a trunk write.
+    """Returns everything that the operators on a trunk write.
 
-    Some gradients are missing or misaligned. In one layer a block reads each row, in another a
-    warp, and a third has several ENERGY items. Some tensors have no priorities, so their SUM items
-    have no barrier.
+    Some gradients are missing or misaligned. In one layer, each row is read by a block, in another
+    by a warp, and a third layer has several ENERGY items. Some tensors have no priorities, so their
+    SUM items have no barrier.
     """
     shapes = [(2, (64 << 10) // dtype.itemsize + 40), (3, (36 << 10) // dtype.itemsize), (300, 150)]
     kinds = [*KINDS, *(Kind("large", shape) for shape in shapes)]
@@ -62,7 +62,7 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:
-    """Compares runs with these numbers of blocks in flight, each with a different seed."""
+    """Compares runs, each with another seed and number of resident blocks."""
     results = []
     for seed, blocks in enumerate(resident):
         cuda._kernels.order(seed, blocks)
@@ -90,8 +90,8 @@ def test_rows_of_every_kind(
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
     unit = tiling.unit
-    # Rows of 3 units, of 40, that end within a vector, that are short, unaligned, of one unit, of
-    # several runs. The last tensor has no priorities.
+    # Rows of 3 units, of 40 units, that end within a vector, that are short, that are misaligned,
+    # of one unit, and of several contiguous runs. The last tensor has no priorities.
     shapes = [(64, 3 * unit), (20, 40 * unit), (37, 5 * unit - 3), (300, 21), (40, unit)]
     shapes += [(9, unit), (12, 7, 2, 4), (5, unit)]
     dims = [0] * 6 + [1]
@@ -124,7 +124,7 @@ def test_rows_of_every_kind(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Lanes get any number of vectors; at this scale, float32 can sum only a few squares."""
+    """Lanes get different numbers of vectors; here, float32 overflows after a few squares."""
     monkeypatch.setattr(phase2_plan, "MOST_SUM_ITEMS", 2)
     phase2._plan.cache_clear()
     shapes = [(40, 3000), (70, 1001), (9, 40, 8, 2)]
@@ -148,7 +148,7 @@ def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 @pytest.mark.parametrize("tasks", [3, 10, 33])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers_in_any_order(solver: str, tasks: int) -> None:
-    """Results depend neither on the order of a warp's lanes nor on that of UPGrad's warps."""
+    """The order of a warp's lanes or of UPGrad's warps does not change results."""
     if solver == "upgrad" and tasks > 10:
         pytest.skip("takes a minute; its problems are MGDA's and CAGrad's")
     rows = torch.randn(2, tasks, 2 * tasks, dtype=torch.float64)

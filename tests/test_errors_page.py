@@ -1,4 +1,4 @@
-"""docs/errors.md: the mistakes raise the messages that it quotes."""
+"""The mistakes in docs/errors.md raise the messages that the page quotes."""
 
 import copy
 import re

@@ -58,7 +58,7 @@ def buffers_of(setup: Setup) -> Callable[[], dict[str, Tensor]]:
 @pytest.mark.parametrize("shared", [False, True])
 @BOTH_PHASES
 def test_statistics_of_heads_are_restored(schedule: cs.Schedule, warm: bool, shared: bool) -> None:
-    """A shared head's buffers are copied before it runs for each task; the first copy counts."""
+    """A shared head's buffers are copied before each task's pass; the first copy is restored."""
     setup = Setup()
     head = HeadWithStatistics()
     heads = {task: head if shared else HeadWithStatistics() for task in TASKS}
@@ -161,7 +161,7 @@ def test_a_normalization_that_is_replaced() -> None:
 
 
 def test_a_normalization_that_is_added_to_an_empty_module() -> None:
-    """Its statistics are restored in the next step."""
+    """The new normalization's statistics are restored if the next step fails."""
     trunk, x = nn.Sequential(nn.Linear(3, 4), nn.Sequential()), torch.randn(8, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), TASKS, cs.PCGrad())
     opt.step(lambda task: trunk(x).square().mean())
@@ -179,7 +179,7 @@ def test_snapshots_do_not_pile_up() -> None:
 
 
 def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
-    """Each update is a step of its own; a note (Python 3.11) names the updates that were made."""
+    """Each task's update is a separate step; a note on the error names those that were made."""
     (setup, opt), (twin, other) = (started(schedule=cs.Sequential()) for _ in range(2))
     with pytest.raises(KeyError) as caught:
         opt.step(failing_in(setup, TASKS[2]))
@@ -200,7 +200,7 @@ def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
 
 @BOTH_PHASES
 def test_an_optimizer_step_that_fails(schedule: cs.Schedule) -> None:
-    """For example, it runs out of memory for its state."""
+    """The optimizer may run out of memory for its state, for example."""
     setup = Setup()
 
     def fails(*_: object) -> None:

@@ -1,7 +1,6 @@
 """Faults at every point of a step: out of memory in any tensor operation, Ctrl-C at any line.
 
-A step takes place as a whole or not at all, and later training is bit-equal to a run without the
-fault.
+A step happens completely or not at all, and later training has the same bits as without the fault.
 """
 
 import contextlib
@@ -164,7 +163,7 @@ class FailsAt(TorchDispatchMode):
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> set[int]:
-    """Offsets of `__exit__(None, None, None)`: no signal arrives between the body and the call."""
+    """Offsets of `__exit__(None, None, None)`, before which no signal is handled."""
     found = [(i.offset, i.opname, i.argval) for i in dis.get_instructions(code)]
     return {
         offset
@@ -210,7 +209,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A collection could run the package's finalizers at any line."""
+    """Disables garbage collections, which could run the package's finalizers at any line."""
     gc.collect()
     gc.disable()
     try:
@@ -241,7 +240,7 @@ def _middle_of_phase_1(steps: int) -> list[Any]:
 def test_a_fault_at_every_point(
     way: str, steps: int, fault: type[FailsAt] | type[InterruptsAt], full: bool
 ) -> None:
-    """Tries all points with `--full`, else a sample; in the first step and in two later ones."""
+    """Tests all points with `--full`, else a sample, in the first step and in two later ones."""
     run = _started(way, steps)
     before = copy.deepcopy(run.state())
     with fault(run, 1 << 40) as counter:
@@ -266,9 +265,9 @@ def test_a_fault_at_every_point(
             ):  # A second evaluation of the losses failed.
                 assert way == "FAMO again"
                 assert error is not None
-                assert "the step has been made" in "".join(error.__notes__), number
+                assert "the step is complete" in "".join(error.__notes__), number
             elif made:
-                # There is no error if this run had fewer points than the first.
+                # If this run had fewer points than the first, no error occurs.
                 assert error is None or isinstance(error, KeyboardInterrupt), number
             else:
                 assert any(same_bits(run.state(), one) for one in allowed), number

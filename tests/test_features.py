@@ -49,7 +49,7 @@ def scales() -> nn.Module:
 
 
 class Network(nn.Module):
-    """A trunk, and a head per task on every feature; the last task has only the last feature."""
+    """A trunk, and a head per task on every feature; the last task uses only the last feature."""
 
     def __init__(self, kind: str = "scales", tasks: Sequence[str] = ABC) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_updates_equal_the_definition(method: str, kind: str, tasks: str, scale:
 
 
 def test_weightings() -> None:
-    """The weighting has factors, and regularizers with parameters that learn."""
+    """The weighting has factors, and regularizers with trainable parameters."""
     network, weighting = Network(), cs.UncertaintyWeights(dict.fromkeys(ABC, "classification"))
     for n, sigma in enumerate(weighting.parameters()):
         sigma.data.fill_(0.3 * n)
@@ -207,7 +207,7 @@ def test_weightings() -> None:
 
 
 def test_both_ways_in_turn() -> None:
-    """A call with features leaves nothing behind for a call without, nor vice versa."""
+    """Calls with and without features alternate, and neither affects the other."""
     network = Network()
     opt = network.start(cs.MGDA())
     for _ in range(2):
@@ -244,7 +244,7 @@ def _two_dtypes() -> Call:
 
 
 def _parts_of_one_output() -> Call:
-    """The parts are not dense, no loss needs the rest, and gradients are expanded."""
+    """Features are strided views, the losses use no other columns, and gradients are expanded."""
     trunk = nn.Linear(3, 8).double()
     first, second = trunk(torch.randn(5, 3).double())[:, 1:7].chunk(2, dim=1)
     losses = {"a": first.mean(), "b": (second * torch.arange(3.0)).sum() - first.square().mean()}
@@ -361,7 +361,7 @@ def test_every_hook_runs_once(method: cs.Method) -> None:
 
 
 def test_memory_holds_gradients_of_features_alone() -> None:
-    """While heads' passes run, no shared parameter has a gradient; afterwards, no row is left."""
+    """No shared parameter has a gradient during heads' passes; afterwards, no row remains."""
     network, kept = Network("residual"), list[weakref.ref[Tensor]]()
     opt = network.start(cs.MGDA())
     combine = opt.method.combine
@@ -429,7 +429,7 @@ def _hidden(network: Network) -> tuple[Losses, Tensor]:
 
 
 def _behind(network: Network) -> tuple[Losses, Tensor]:
-    """A trunk layer behind the features, whose gradients would only be added."""
+    """A trunk layer behind the features, whose gradients would only be summed."""
     y = network.trunk.embed(network.x)
     z = network.trunk.tokens(y)
     return {"a": z.square().mean(), "b": z.mean()}, y
@@ -462,15 +462,15 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     r"features\[0\] depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
     "a loss must depend on features, but the loss of 'c'": _tokens(lambda z: z.tanh()),
     # A skip connection, a tied weight, a layer's second use, another forward pass.
-    ALONE + "'b' depends on trunk.embed.(weight|bias)": _past(lambda n: n.trunk.embed(n.x).mean()),
-    ALONE + "'b' depends on trunk.embed.weight": _past(
+    ALONE + "'b' also depends on trunk.embed.(weight|bias)": _past(lambda n: n.trunk.embed(n.x).mean()),
+    ALONE + "'b' also depends on trunk.embed.weight": _past(
         lambda n: n.trunk.embed.weight.square().sum()
     ),
-    ALONE + "'b' depends on .*norm": _past(lambda n: n.trunk.norm(torch.arange(8).double()).std()),
-    ALONE + r"'b' depends on a leaf of shape \(4, 3, 5\) past": _past(lambda n: n.x.sum()),
-    ALONE + "'b' depends on a leaf of shape": _hidden,
-    ALONE + r"'a' depends on trunk\.\w+": lambda n: (n.losses(z := n.features()), z[1]),
-    ALONE + r"'a' depends on trunk\.(?#first)": lambda n: (
+    ALONE + "'b' also depends on .*norm": _past(lambda n: n.trunk.norm(torch.arange(8).double()).std()),
+    ALONE + r"'b' also depends on a leaf of shape \(4, 3, 5\) without": _past(lambda n: n.x.sum()),
+    ALONE + "'b' also depends on a leaf of shape": _hidden,
+    ALONE + r"'a' also depends on trunk\.\w+": lambda n: (n.losses(z := n.features()), z[1]),
+    ALONE + r"'a' also depends on trunk\.(?#first)": lambda n: (
         {"a": (z := n.features())[1].mean() + z[0].mean()},
         z[1:],
     ),
@@ -502,7 +502,7 @@ def assert_refused(
 @pytest.mark.parametrize(("method", "steps"), [(cs.MGDA(), 0), (cs.MGDA(), 3), (cs.Sum(), 0)])
 @pytest.mark.parametrize("match", CALLS)
 def test_refused_calls(match: str, method: cs.Method, steps: int) -> None:
-    """They are refused in the first step and in later ones."""
+    """Such calls are refused in the first step and in later ones."""
     network = Network()
     network.x.requires_grad_()
     opt = network.start(method)

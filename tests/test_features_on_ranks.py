@@ -65,7 +65,7 @@ class Trunk(nn.Module):
 
 
 class Whole(nn.Module):
-    """The trunk with heads on both features; the last task has only the second one."""
+    """The trunk with heads on both features; the last task uses only the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
-    """All ranks skip a step with an infinite loss; there are a scaler and a learning weighting."""
+    """All ranks skip a step with an infinite loss; scaler and weighting have states."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
     options = {"weighting": weighting, "scaler": scaler}
@@ -232,7 +232,7 @@ def test_an_update_in_float64_equals_the_whole_batchs(rank: int, kind: str) -> l
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2)
 def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
-    """A step also sends K x K products, the heads, and after either pass 2 K + 2 numbers."""
+    """A step also sends K x K products, heads' gradients, and 2 K + 2 numbers after each pass."""
     network = Network(kind, rank, 2, cs.PCGrad())
     for step in range(2):
         network.backward(step)
@@ -257,7 +257,7 @@ def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
 
 @on_ranks(2)
 def test_shards_of_heads_in_the_trunk_are_gathered_once_for_all_passes(rank: int) -> None:
-    """Each of the four groups of parameters is gathered forward and backward."""
+    """Each of the four parameter groups is gathered once forward and once backward."""
     network = Network("fully_shard with heads", rank, 2, cs.PCGrad())
     for step in range(3):
         with Sent() as sent:
@@ -283,7 +283,7 @@ def test_both_ways_in_turn(rank: int, kind: str) -> list[Any]:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @on_ranks(2)
 def test_statistics_that_both_passes_change(rank: int, reentrant: bool | None) -> list[Tensor]:
-    """A trunk under checkpointing runs again in its backward pass."""
+    """With checkpointing, a trunk runs again in its backward pass."""
     buckets.BUCKET_BYTES = 100
     trunk = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     heads = nn.ModuleDict({task: nn.Linear(4, 2) for task in TASKS})
@@ -327,7 +327,7 @@ RESETS = pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cann
 @pytest.mark.parametrize("where", ["heads.normals.1", "trunk.stem"])
 @on_ranks(2)
 def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
-    """It fails on one replica, or on all shards; a pass of the trunk, after buckets were sent."""
+    """The pass fails on one replica or all shards; in the trunk, after buckets were sent."""
     network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
     error, message = RankError, r"^rank 1 failed in step \d: BrokenError: in a hook"
     if fails := rank == 1 or kind != "replicated":

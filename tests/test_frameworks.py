@@ -1,4 +1,4 @@
-"""Other people's loops: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
+"""Loops of other libraries: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
 
 import copy
 from functools import partial
@@ -40,7 +40,7 @@ def group(tmp_path):
 
 
 class Trunk(nn.Sequential):
-    """Has its own forward method, as torch.compile skips the one of nn.Sequential."""
+    """Has its own forward method, since torch.compile skips that of nn.Sequential."""
 
     def forward(self, x):
         for layer in self:
@@ -93,7 +93,7 @@ def test_compiled_trunks(way, schedule):
 
 @pytest.mark.compile
 def test_more_tasks_than_torch_compiles_graphs_for():
-    """Beyond eight by default, torch would run eagerly, or raise with `fullgraph`."""
+    """Beyond its limit, 8 by default, torch would run eagerly, or raise with `fullgraph`."""
     counter, names = _counted(), [f"t{n}" for n in range(10)]
     trunk, x = _trunk(names), torch.randn(4, 3, 8, 8)
     network = torch.compile(trunk, backend=counter, fullgraph=True)
@@ -126,7 +126,7 @@ class Growing(nn.Module):
 
 @pytest.mark.compile
 def test_a_layer_that_first_runs_in_a_graph():
-    """The next task's pass is then watched; graphs do not break."""
+    """The next task's pass is then observed; graphs do not break."""
     torch._dynamo.reset()
     x = torch.randn(8, 3)
     # A second network of the class runs the graphs of the first, which have no hook.
@@ -141,7 +141,7 @@ def test_a_layer_that_first_runs_in_a_graph():
 
 @pytest.mark.compile
 def test_a_layer_that_runs_in_evaluation_only():
-    """Its first run neither ends the compiled steps nor enters the report."""
+    """The layer's first run neither ends the compiled steps nor enters the report."""
     torch._dynamo.reset()
     runs: list[int] = []
     trunk = cs.nn.convert_task_batchnorm(Growing(), AB)
@@ -171,7 +171,7 @@ def test_extract_from_a_compiled_trunk():
 @BOTH_PHASES
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_several_optimizers(schedule, scale):
-    """One optimizer per head; those of tasks without a loss have nothing to step."""
+    """One optimizer per head; for a task without a loss, the optimizer has nothing to update."""
     setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale > 1 else None
@@ -290,7 +290,7 @@ def test_a_backward_pass_of_someone_else(request, framework, method, way):
 
 
 def test_a_backward_that_scales_beside_a_scaler():
-    """Both factors are measured."""
+    """Measures the factors of both."""
     norms = []
     for factor in (1.0, 1024.0):
         model, sgd = _dense()
@@ -333,7 +333,7 @@ def test_gradients_in_the_buckets_of_ddp(group, views):
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("sharded", [[0], [1], [0, 1]])
 def test_hooks_of_fully_shard_are_seen_through(group, sharded):
-    """The hooks of a layer and of its normalization hand on their inputs as views."""
+    """The hooks of a layer and of its normalization pass their inputs on as views."""
     from torch.distributed.fsdp import fully_shard
 
     mesh, trunk = dist.init_device_mesh("cpu", (1,)), _trunk()

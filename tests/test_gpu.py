@@ -30,7 +30,7 @@ _ops = torch.ops.cs_kernels
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each backend of a GPU, without deterministic mode, whose fills hide missing writes."""
+    """Each GPU backend, without deterministic mode, whose fills would hide missing writes."""
     torch.use_deterministic_algorithms(False)
     with cs.use_backend(request.param), torch.device("cuda"):
         yield request.param
@@ -47,7 +47,7 @@ def never_waits() -> Iterator[None]:
 
 
 def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[[], list[Tensor]]]:
-    """Every operator of a step on fixed tensors, as a function that returns what it wrote."""
+    """Every operator of a step on fixed tensors, as a function that returns the written tensors."""
     arguments = trunk_arguments([sample(kind, tasks, torch.float32) for kind in KINDS])
     updates = arguments["updates"]
     grads = arguments["grads"] = [grad.contiguous() for grad in arguments["grads"]]
@@ -158,7 +158,7 @@ def test_captured_steps(backend: str, case: str) -> None:
 def test_captured_optimizers(
     backend: str, kind: Callable[..., torch.optim.Optimizer], scaled: bool
 ) -> None:
-    """A schedule writes the learning rate to device memory; there may be a scaler."""
+    """A scheduler writes the learning rate to device memory; the loop may have a scaler."""
     options = {} if kind is torch.optim.SGD else {"capturable": True}
 
     def train(captured: bool) -> Loop:
@@ -175,7 +175,7 @@ def test_captured_optimizers(
 
 
 def test_captured_again_after_a_change(backend: str) -> None:
-    """The learning rate is a number, so a change captures both phases again, in new memory."""
+    """A new learning rate, a Python number, captures both phases again, in new memory."""
 
     def train(captured: bool) -> Loop:
         loop = Loop(cs.GradDrop(), cs.Mixed(3, 1, "step"), captured=captured)
@@ -193,7 +193,7 @@ def test_replays_do_not_wait(backend: str) -> None:
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
 @pytest.mark.parametrize("captured", [False, True])
 def test_reports_do_not_wait(backend: str, method: cs.Method, captured: bool) -> None:
-    """Only the surgery of eager steps is timed, from the step after the first report on."""
+    """Only eager steps time their surgery, starting with the step after the first report."""
     loop = Loop(method, captured=captured).train(stop=6)
     with never_waits():
         report = loop.opt.report()
@@ -214,7 +214,7 @@ def test_a_capture_around_a_step_is_refused(backend: str) -> None:
 
 @each_step
 def test_on_another_stream(backend: str, name: str) -> None:
-    """Writes are ordered after the earlier work on that stream."""
+    """Writes are ordered after earlier work on the current stream."""
     run = _calls()[name]
     expected = _copies(run())
     torch.cuda.synchronize()
@@ -278,7 +278,7 @@ def test_a_large_trunk(backend: str) -> None:
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
 def test_training_as_on_the_cpu(backend: str, method: cs.Method) -> None:
-    """Three steps in float64: the same network, up to the order of sums."""
+    """Three steps in float64 give the same network, up to the order of sums."""
     networks = []
     for device in ("cpu", "cuda"):
         with torch.device("cpu"):
@@ -307,7 +307,7 @@ def test_step_together(backend: str, method: cs.Method) -> None:
 
 
 def test_a_step_that_fails(backend: str) -> None:
-    """Running statistics are unchanged, whichever kernel has copied them."""
+    """Running statistics are unchanged, whichever kernel copied them."""
     setup = Setup()
     opt = setup.start()
     opt.step(setup.closure(0))
@@ -325,7 +325,7 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
 
 
 def _balanced(device: str) -> list[Tensor]:
-    """Parameters after some steps of a GradientBalancer; from the third step on, none waits."""
+    """Parameters after some GradientBalancer steps, which do not wait from the third on."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         trunk, heads = nn.Linear(12, 90), nn.ModuleDict({t: nn.Linear(90, 1) for t in "ab"})

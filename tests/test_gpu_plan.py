@@ -60,7 +60,7 @@ def test_items_depend_on_earlier_ones(
         )
         assert max(energy, default=-1) < min(summed, default=len(items))
         assert max(summed, default=-1) < min(projected, default=len(items))
-        if projected:  # Early enough that the cache still has what they read.
+        if projected:  # Early enough that their operands are still in the cache.
             between = items[max(summed) + 1 : projected[-1]]
             lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
             assert lag <= tiling.lag * processors
@@ -155,7 +155,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
 
 
 def test_kernels_with_other_tables_are_refused() -> None:
-    """Otherwise they would mistake one field for another."""
+    """Kernels with another table layout would mistake one field for another."""
 
     class Kernels:
         def tables(self) -> dict[str, dict[str, int]]:

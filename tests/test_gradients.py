@@ -1,4 +1,4 @@
-"""`cs_kernels/gradients.py`: which task owns a gradient, and where gradients and updates live."""
+"""`cs_kernels/gradients.py`: owners of gradients, and the memory of gradients and updates."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ WAYS = {
 def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
-    """It gets no task weight, and the Gramian covers only the trunk."""
+    """Heads' gradients get no task weight, and the Gramian covers only the trunk."""
     model, loss, opt = started_problem(copy.deepcopy(method))
     losses = {task: loss(task) for task in AB}
     expected = step_by_hand(copy.deepcopy(method), [*model.trunk.parameters()], losses)
@@ -68,7 +68,7 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
 def test_owners_of_parameters(
     method: type[cs.Method], steps: list[tuple[list[str], bool, dict[str, str]]], way: str
 ) -> None:
-    """They are in the report and in checkpoints."""
+    """Owners appear in the report and in checkpoints."""
     model, loss, opt = started_problem(method())
     for tasks, crosses, own in steps:
         WAYS[way](
@@ -86,7 +86,7 @@ def test_owners_of_parameters(
 @BOTH_PHASES
 @pytest.mark.parametrize("some", [False, True])
 def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: bool) -> None:
-    """Passes while a parameter is frozen do not tell whether the task reaches it."""
+    """A pass while a parameter is frozen does not show whether the task reaches it."""
     setup, opt = started(schedule=schedule)
     setup.trunk.requires_grad_(False)
     setup.trunk.stem.bias.requires_grad_(some)
@@ -176,7 +176,7 @@ def test_there_is_no_memory_beside_the_gradients(schedule: cs.Schedule) -> None:
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_gradient_in_a_shared_bucket_is_copied(detached: bool) -> None:
-    """It is a view of a buffer that every pass overwrites, as in DistributedDataParallel."""
+    """The gradient is a view of a buffer that each pass overwrites, as in DDP."""
     (model, loss, opt), (twin, other, straight) = (started_problem(cs.PCGrad()) for _ in range(2))
     shared = [*model.trunk.parameters()]
     sizes = [p.numel() for p in shared]
@@ -197,7 +197,7 @@ def test_a_gradient_in_a_shared_bucket_is_copied(detached: bool) -> None:
     ("method", "schedule"), [(cs.Sum(), cs.Joint()), (cs.PCGrad(), cs.Sequential())], ids=str
 )
 def test_no_gradient_stays_during_a_forward_pass(method: cs.Method, schedule: cs.Schedule) -> None:
-    """Phase 1 frees the last task's gradients, the plain sum the last step's."""
+    """Phase 1 frees the previous task's gradients; the plain sum frees the previous step's."""
     setup, opt = started(method, schedule)
     last: list[weakref.ref[Tensor]] = []
     alive = []

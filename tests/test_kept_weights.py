@@ -197,7 +197,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
     "features": (Given(*THREE), "ffff", "0003"),
     "features by layer": (Given(*THREE, groups="layer"), "ffff", "0003"),
     "features in turn": (cs.UPGrad("all", 9), "ff..ff", "002244"),
-    # If a task had no labels in the batch that solves, MGDA would train only this task.
+    # With a zero gradient in a step that solves, MGDA would train only this task.
     "zero": (cs.MGDA(update_every=3), "0..00.", "011145"),
     "zero by layer": (cs.MGDA(groups="layer", update_every=3), "0..00.", "011145"),
     "a NaN solution": (Given((math.nan, 1.0, 1.0), (1.0, 1.0, 1.0)), "....", "0111"),
@@ -260,7 +260,7 @@ def _nonlinear(m: Any, z: Tensor, task: str) -> Tensor:
 
 
 class Case(NamedTuple):
-    """The functions between a `Decoder`'s input and its losses, and what must follow from them."""
+    """The functions between a `Decoder`'s input and its losses, and the expected steps."""
 
     trunk: Callable[..., Tensor] = lambda m, z: m.trunk["two"](z)
     head: Callable[..., Tensor] = lambda m, z, task: m.heads[task](z)
@@ -426,7 +426,7 @@ def test_a_pass_for_each_task_frees_the_graph() -> None:
     ],
 )
 def test_task_specific_normalization(method: Any, way: str, micro_batches: int) -> None:
-    """Its gradients are not weighted; `step_together` and `step` make the same updates."""
+    """Normalizations' gradients are not weighted; `step_together` and `step` make equal updates."""
     setup = Setup()
     opt = setup.start(copy.deepcopy(method))
     norms = {p for norm in cs.nn.task_norms(setup.trunk) for p in norm.parameters()}
@@ -507,7 +507,7 @@ def test_a_state_of_other_groups_is_not_used() -> None:
 
 @pytest.mark.parametrize("how", ["scaler", "backward"])
 def test_factors_of_losses(how: str) -> None:
-    """The update has the factor, but neither the task weights nor the trained network do."""
+    """A factor scales the update, but changes neither task weights nor the trained network."""
     states = []
     for factor in (1.0, 64.0):
         scaler, network = torch.amp.GradScaler("cpu", init_scale=factor), Network()
@@ -538,7 +538,7 @@ def test_factors_of_losses(how: str) -> None:
     ids=repr,
 )
 def test_weighted_losses(weighting: cs.Weighting) -> None:
-    """Kept task weights apply to weighted losses, whose loss weights go on changing."""
+    """Kept task weights apply to weighted losses, whose loss weights continue to change."""
     network, weighting = Network(), copy.deepcopy(weighting)
     learned = weighting.parameters()
     opt = network.start(Given(*THREE), nn.ParameterList(learned), weighting=weighting)
@@ -593,7 +593,7 @@ def test_states_move_in_steps_that_solve(
     ids=repr,
 )
 def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -> None:
-    """It may stop between two solutions, and resumes them in a new process without a pass."""
+    """The run may stop between two solutions; a new process resumes without an additional pass."""
 
     def trained(first: int, last: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
         network = Network()
@@ -616,7 +616,7 @@ def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -
 
 
 def test_a_resumed_run_learns_nothing_in_steps_with_kept_weights() -> None:
-    """Its graphs are checked at other steps, where a task may reach more than before."""
+    """Graphs are checked at other steps, where a task may reach more than before."""
     states = []
     for at in (None, 1):
         torch.manual_seed(0)
@@ -698,7 +698,7 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
 @pytest.mark.parametrize("how", ["thawed", "frozen", "switched in the closure"])
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_a_resumed_run_with_other_parameters_that_train(how: str, cut: int) -> None:
-    """The state has what trained at the last solution, so both runs solve in the same steps."""
+    """The state lists what trained at the last solution, so both runs solve in the same steps."""
     results = []
     for at in (None, cut):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Properties that follow from the definition, for shapes and numbers that hypothesis draws."""
+"""Properties that follow from the definition, for shapes and values that hypothesis draws."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def test_a_parameter_that_is_unfrozen_later(method: cs.Method, name: str) -> Non
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_head_that_the_optimizer_does_not_hold_in_backward(before: int) -> None:
-    """The head's module is never seen, but the graph has its parameters once they train."""
+    """No hook sees the head's module, but the graph contains its parameters once they train."""
     model, loss, *_ = problem()
     held = sgd_of(model.trunk, model.heads["a"])
     opt = cs.MultiTaskOptimizer(model.trunk, held, AB, cs.PCGrad())
@@ -89,7 +89,7 @@ def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule, step
     setup, other = Setup(), Setup()
     setup.optimizer.param_groups[0]["params"] += other.parameters()
     opt = setup.start(method, schedule)
-    for _ in range(steps if method.separate_gradients else 0):  # A sum cannot tell tasks apart.
+    for _ in range(steps if method.separate_gradients else 0):  # A sum does not distinguish tasks.
         opt.step(setup.closure(0))
 
     def loss(task: str) -> Tensor:
@@ -122,14 +122,14 @@ def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule)
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad()], ids=repr)
 def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
-    """Unnoticed, it would get the plain sum."""
+    """If the new parameter went unnoticed, it would get the plain sum."""
     setup, opt = started(method)
     opt.step(setup.closure(0))
     stem = setup.trunk.stem
     stem.weight = nn.Parameter(stem.weight.detach().clone())
     setup.optimizer.add_param_group({"params": [stem.weight]})
     for _ in range(2):
-        with refused(partial(setup.state, False), ValueError, r"got another one as stem\.weight"):
+        with refused(partial(setup.state, False), ValueError, r"got a new parameter stem\.weight"):
             opt.step(setup.closure(1))
     setup.start(method).step(setup.closure(1))
 
@@ -161,7 +161,7 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
     states = []
     for run in (lambda trunk, x: trunk(x), partial(checkpoint, use_reentrant=reentrant)):
         setup, opt = started(method)
-        setup.trunk.eval()  # Running twice would move the statistics twice.
+        setup.trunk.eval()  # Two runs would update the statistics twice.
         x, targets = setup.batches[0]
 
         def loss(task: str) -> Tensor:

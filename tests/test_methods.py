@@ -1,4 +1,4 @@
-"""Every method in the training loop: against its formula on gradients from torch.autograd.grad."""
+"""Every method in the training loop, against its formula on torch.autograd.grad's results."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -96,7 +96,7 @@ def test_update_is_the_weighted_sum(backend: str, name: str, groups: str) -> Non
 
 
 def test_graddrop_in_the_loop(backend: str) -> None:
-    """Each task has its own leak, each step its own draw."""
+    """Each task has its own leak, and each step its own random numbers."""
     setup = Plain(cs.GradDrop([0.0, 0.5, 1.0], seed=3))
     sizes = [p.numel() for p in setup.trunk.parameters()]
     for number in range(2):
@@ -161,7 +161,7 @@ def test_non_finite_gradients_reach_the_update(name: str) -> None:
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(4, seed=3, draw="step")], ids=repr)
 @pytest.mark.parametrize("name", EVERY)
 def test_resumed_run_is_bit_equal(name: str, schedule: cs.Schedule) -> None:
-    """It resumes in the middle of an epoch, with task-specific normalization and a weighting."""
+    """Runs resume in the middle of an epoch, with task-specific normalization and a weighting."""
 
     def trained(start: int, stop: int, states: list[dict[str, Any]] | None = None) -> list[Any]:
         setup = Setup()
@@ -200,7 +200,7 @@ def test_bad_losses(
 
 @pytest.mark.parametrize("normalize", ["loss", "loss+"])
 def test_mgda_with_a_negative_loss(normalize: str) -> None:
-    """Its sign does not flip the gradient: |loss| determines the weights."""
+    """A negative loss does not flip its gradient: |loss| determines the weights."""
     model, loss, opt = started_problem(cs.MGDA(normalize))
 
     def shifted(task: str) -> Tensor:
@@ -232,7 +232,7 @@ def test_losses_of_one_element_are_scalars(method: cs.Method) -> None:
 
 @BOTH_PHASES
 def test_one_step_object_per_step(schedule: cs.Schedule) -> None:
-    """Weightings, methods and the report share it."""
+    """Weightings, methods and the report share the object."""
     seen: list[cs.Step] = []
 
     def weigh(self: cs.Weighting, task: str, loss: Tensor, step: cs.Step) -> Tensor:
@@ -304,7 +304,7 @@ def test_a_method_that_writes_grad_itself() -> None:
 
 
 def test_a_sum_of_separate_gradients() -> None:
-    """It trains like the sum, reports cosines, and limits the number of tasks."""
+    """`Sum(separate=True)` trains like `Sum()`, reports cosines, and limits the number of tasks."""
     states, reports = [], []
     for separate in (False, True):
         setup = Setup()

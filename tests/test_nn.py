@@ -36,7 +36,7 @@ def test_each_task_is_a_torch_batchnorm(
 
 
 def _assert_predict(trunk: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """In evaluation, each task predicts like the unconverted network."""
+    """Asserts that in evaluation each task predicts like the unconverted network."""
     for task in cs.nn.task_norms(trunk)[0].tasks:
         with active_task(trunk.eval(), task):
             assert torch.equal(trunk(x), plain.eval()(x))
@@ -90,7 +90,7 @@ def test_active_task_is_restored() -> None:
 
 
 class Activated(nn.BatchNorm2d):
-    """Has a module inside, as in timm."""
+    """A normalization that contains another module, as in timm."""
 
     def __init__(self, features: int) -> None:
         super().__init__(features)
@@ -121,7 +121,7 @@ def _converted(
 def test_a_checkpoint_of_the_unconverted_network(
     norm: type[nn.Module], options: dict[str, bool]
 ) -> None:
-    """The network may be part of a bigger one; afterwards, no tasks share memory."""
+    """The network may be part of a larger one; afterwards, tasks share no memory."""
     plain, x = _trained(norm=norm)
     network = nn.ModuleDict({"trunk": _converted(norm=norm)})
     state = {f"trunk.{name}": tensor for name, tensor in plain.state_dict().items()}
@@ -208,7 +208,7 @@ def test_update_bn() -> None:
 
 
 def test_update_bn_leaves_frozen_normalizations_alone() -> None:
-    """Frozen are plain ones and the task's; a trunk in evaluation does not count as frozen."""
+    """Plain and task-specific normalizations can be frozen; a trunk in evaluation mode is not."""
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3).eval()]
     trunk = nn.Sequential(*layers, cs.nn.TaskBatchNorm1d(3, TASKS), nn.BatchNorm1d(3).eval())
     trunk.append(cs.nn.TaskBatchNorm1d(3, TASKS).eval())
@@ -238,7 +238,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     "ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning"
 )
 def test_traces_of_a_converted_network_are_refused() -> None:
-    """They would fix one task forever; traces of one task's network are allowed."""
+    """A trace would fix one task forever; traces of one task's network are allowed."""
     trunk, x = _trained()
     cs.nn.set_task(convert(trunk, AB).eval(), "a")
     for trace in (torch.fx.symbolic_trace, partial(torch.jit.trace, example_inputs=x)):
@@ -261,7 +261,10 @@ BAD = [*LOADER, [LOADER[0][0].double()]]
     [
         (lambda _: convert(nn.Sequential(*NORMS), AB), "normalization.*2 LayerNorm, 1 GroupNorm"),
         (lambda _: convert(nn.Linear(3, 4), AB), "got Linear with these normalizations: none"),
-        (lambda _: convert(nn.LazyBatchNorm1d(), AB), "run once.*got module, a LazyBatchNorm1d"),
+        (
+            lambda _: convert(nn.LazyBatchNorm1d(), AB),
+            "run once.*got module, an uninitialized LazyBatchNorm1d",
+        ),
         (lambda trunk: trunk.load_state_dict({**STATE, "1.nobody": 0}), "Unexpected key.*nobody"),
         (lambda trunk: trunk.load_state_dict(WITHOUT_BIAS), r'Missing key.*"1\.a\.bias"'),
         (lambda trunk: trunk.load_state_dict(ABC), r'Unexpected key(?!.*a\.c).*"1\.c\.weight"'),
@@ -270,7 +273,7 @@ BAD = [*LOADER, [LOADER[0][0].double()]]
         (lambda trunk: cs.nn.add_task(trunk, "a", like="b"), "task must be new, got 'a'"),
         (lambda trunk: cs.nn.add_task(trunk, "c", like="d"), "task must be one of"),
         (lambda trunk: add_task(trunk, "x.y"), "without a dot"),
-        (lambda trunk: add_task(trunk, "forward"), "named like an attribute"),
+        (lambda trunk: add_task(trunk, "forward"), "name of a module attribute"),
         (lambda _: add_task(nn.Linear(3, 3), "c"), NONE),
         (lambda trunk: update_bn([], trunk, "a"), "loader must yield"),
         (lambda trunk: update_bn(BAD, trunk, "a"), "type"),

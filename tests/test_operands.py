@@ -1,4 +1,4 @@
-"""Kernel arguments, against torch's own view of the tensors' memory."""
+"""Kernel arguments, checked against torch's strides and offsets."""
 
 from collections.abc import Callable
 

@@ -80,7 +80,7 @@ def test_mixed_equals_an_independent_step(backend: str, method: cs.Method) -> No
 @BOTH_PHASES
 @pytest.mark.parametrize("method", [cs.Sum, cs.ConnectionStrength])
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
-    """Their statistics stay, and neither momentum nor weight decay moves their parameters."""
+    """Other tasks' statistics stay; neither momentum nor weight decay moves their parameters."""
     setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     opt = setup.start(method(), schedule)
     opt.step(setup.closure(0))
@@ -162,7 +162,7 @@ def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
 
 
 def test_priority_is_current() -> None:
-    """It uses the current scales, variances and epsilons."""
+    """The priority uses the current scales, variances and epsilons."""
     setup, opt = started()
     opt.trace(setup.closure(0))
     norms = [setup.trunk.stem_norm.of(task) for task in TASKS]

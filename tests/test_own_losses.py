@@ -62,15 +62,15 @@ ACTIONS: dict[str, Callable[[Loop], object]] = {
     "c": lambda loop: nn.utils.clip_grad_norm_(loop.trunk.parameters(), 1e-3),
     "n": lambda loop: nn.utils.get_total_norm([p.grad for p in loop.trunk.parameters()]),
 }
-OWN = r"gradients of weight( \(and . more\))? come from a loss of your own .*: add this"
-OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) \(and . more\) .* a loss of your own .*: add this"
+OWN = r"gradients of weight( \(and . more\))? come from a loss outside .*: add this"
+OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) \(and . more\) .* a loss outside .*: add this"
 CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has already used the update in \.grad"
 LOOPS = {
     # A gradient of the user's own, in the first step or later, also added to a used update.
     **dict.fromkeys(("oM", "MzoM", "MoM", "MZoM", "LzoM"), OWN),
     **dict.fromkeys(("hM", "MzhM"), OWN_OF_HEAD),
-    **dict.fromkeys(("MhM", "MZhM"), "a loss of your own"),
+    **dict.fromkeys(("MhM", "MZhM"), "a loss outside this"),
     **dict.fromkeys(("McM", "LcscM"), CLIPPING),
     # An update may be used only once.
     **dict.fromkeys(("Ms", "Mas", "Lsas"), USED),
@@ -119,7 +119,7 @@ def test_an_own_gradient_after_backward_adds_to_the_update() -> None:
 
 
 def test_gradients_from_before_the_optimizer_was_built() -> None:
-    """Plain steps have already used them."""
+    """Plain steps have already used these gradients."""
     loop = Loop()
     run(loop, "as", "")
     built(loop.trunk, loop.sgd).step(loop.loss)
@@ -127,7 +127,7 @@ def test_gradients_from_before_the_optimizer_was_built() -> None:
 
 @BOTH_WAYS
 def test_two_that_share_a_torch_optimizer(way: str) -> None:
-    """The second must not drop the first one's update; both train as if there was no other."""
+    """Neither drops the other's update; each trains as if it were alone."""
     loop, other, alone = Loop(), Loop(), Loop()
     loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
     other.sgd = loop.sgd
@@ -151,7 +151,7 @@ def test_two_that_share_a_torch_optimizer(way: str) -> None:
 @pytest.mark.parametrize("method", [cs.PCGrad, cs.UPGrad, cs.NashMTL, cs.GradDrop])
 @pytest.mark.parametrize("idiom", [True, False])
 def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
-    """A loss that reaches parameters without an effect warns once."""
+    """A loss that depends on parameters only through a factor of zero warns once."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"trunk": nn.Linear(5, 6), "a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
     opt = built(net, sgd_of(net), method())
@@ -227,7 +227,7 @@ def together(method: cs.Method) -> None:
 
 
 class Unsaid(cs.ConnectionStrength):
-    """Its own `combine` may look at all layers; `layerwise` says that it does not."""
+    """Has its own `combine`, which could read all layers; `layerwise` does not rule that out."""
 
     def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
         super().combine(gradients, layout, step)
@@ -243,12 +243,12 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
     [
         (_step(Loop.head_loss), REACHES + "was detached on the way to the loss"),
         (_step(_no_grad), REACHES + "ran without gradients"),
-        (_step(_of_a_copy), REACHES + "no layer of trunk ran in this pass, but perhaps one of"),
+        (_step(_of_a_copy), REACHES + "no layer of trunk ran in this pass: did a copy"),
         *((_backward(loss), DETACHED) for loss in (Loop.head_loss, _no_grad, _of_a_copy)),
         (_step(_without_labels), r"for the task, pass only the others: step\(closure, tasks"),
         (_backward(_without_labels), "no labels for the task, leave it out"),
         (_backward(_only_read), r"freeze them with requires_grad_\(False\) if this loss only"),
-        (_exchanged, r"trunk must keep the parameters .* build a new one"),
+        (_exchanged, r"trunk must keep the parameters .* build a new MultiTask"),
         (_sparse, r"use sparse=False, or Sum\(\), or backward\(losses, features=z"),
         (
             lambda: built(nn.Linear(5, 6).requires_grad_(False), sgd_of(nn.Linear(6, 1))),
@@ -256,11 +256,11 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         ),
         (
             lambda: built(trunk := nn.Linear(5, 6), torch.optim.LBFGS(trunk.parameters())),
-            r"pass SGD\(lr=0\)",
+            r"train with Adam and surgery first",
         ),
         (
             lambda: cs.nn.convert_task_batchnorm(nn.Sequential(Fused()), AB),
-            r"must not be fused for quantization .* Fused at '0'",
+            r"must not be fused for quantization .* Fused '0'",
         ),
         *(
             (lambda method=method: converted(method, layers={"0": None}), IGNORED)

@@ -1,4 +1,4 @@
-"""The version of the package, its links, and its report on itself."""
+"""The package's version, links, and report of its environment."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It works without the compiled module, too."""
+    """The report works without the compiled module, too."""
     monkeypatch.delitem(sys.modules, "cs_kernels._C")
     report.main([])
     printed = capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_the_citation_has_the_version() -> None:
 
 
 def test_the_hooks_have_the_versions_of_lint() -> None:
-    """One that pre-commit installs agrees with `make lint`."""
+    """pre-commit installs the same versions of tools as `make lint`."""
     hooks = ROOT / ".pre-commit-config.yaml"
     if not hooks.exists():
         pytest.skip("not a checkout")
@@ -143,7 +143,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_tests_are_skipped_without_frameworks_alone() -> None:
-    """CI installs these packages, so a skip for another one would mean that a test never runs."""
+    """Only packages that CI installs may cause a skip; other tests would never run."""
     project = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^frameworks = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     assert extra is not None

@@ -93,7 +93,7 @@ def write_cityscapes(root, split, index, picture=None):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """NYUD's n1 and n2 are equal; PASCAL's p1 has a person, p2 has its classes in another file."""
+    """Data sets: NYUD's n1 and n2 are equal; PASCAL's p1 has a person, p2 another class file."""
     normals = np.broadcast_to(NORMAL, (3, 6, 6)).transpose(1, 2, 0).copy()
     normals[0] = 0
     for name in ("n1", "n2", "n3"):
@@ -143,7 +143,7 @@ def equal(actual, expected):
 
 
 def edges_of(labels, mode="reflect"):
-    """Before thinning; the border pixel is not repeated."""
+    """Edges before thinning; by default, padding does not repeat the border pixel."""
     padded = np.pad(labels.astype(int), 1, mode=mode)
     neighbours = padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
     return neighbours != 4 * labels.astype(int)
@@ -195,7 +195,7 @@ def test_items(root, name):
 
 
 def test_the_second_item_of_pascal(root):
-    """Its segmentation is from pascal-context; without parts in it, parts have no loss."""
+    """The segmentation is from pascal-context; without human parts, that task has no loss."""
     assert (thin(edges_of(LABELS)) != thin(edges_of(LABELS, "symmetric"))).any()
     item = open_small("pascal", root)[1]
     equal(item["semseg"], 3)
@@ -214,8 +214,8 @@ def test_classes_and_parts():
     assert not {2, 187, 360, 416, 431} & {*classes}
 
 
-# The indices that a zoom about the center takes from six pixels, and that a crop at the start
-# takes.
+# The indices of six pixels that a zoom about the center samples, and that a crop at the start
+# samples.
 ZOOMS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 3, 4, 5], 1.5: [1, 2, 2, 3, 4, 4]}
 CROPS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 2, 3, 4], 1.5: [0, 1, 1, 2, 3, 3]}
 
@@ -248,7 +248,7 @@ def test_augmentation(root, name, indices):
 
 
 def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
-    """The zoom by 1.5 leaves head and feet outside; all is unknown, as without parts."""
+    """The zoom by 1.5 excludes head and feet; all pixels are then unknown, as without parts."""
     data, seen = open_small("pascal", root, augment=True), set()
     for epoch in range(20):
         data.set_epoch(epoch)
@@ -258,7 +258,7 @@ def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
 
 @EVERY
 def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
-    """It holds in workers, too, even if they were started before the epoch."""
+    """The draws are the same in workers, even if these were started before the epoch."""
 
     def epochs(numbers, seed=0, augment=True, **options):
         data, batches = open_small(name, root, seed=seed, augment=augment), []
@@ -282,7 +282,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
 
 
 def test_resized_targets(root):
-    """To 2 x 3, the nearest rows are 1 and 4, the nearest columns 1, 3 and 5; then to 12 x 12."""
+    """For 2 x 3, the nearest rows are 1 and 4, and the columns 1, 3 and 5; then 12 x 12."""
     plain = EXPECTED["nyud"]
     item = open_dataset("nyud", root, "train", size=(2, 3))[0]
     for task in ("semseg", "depth"):
@@ -295,7 +295,7 @@ def test_resized_targets(root):
 
 
 def test_interpolation(root):
-    """Between two normals, and at a step in a picture, where bicubic weights overshoot."""
+    """Between two normals, and at an edge in a picture, where bicubic weights overshoot."""
     write_nyud(root, "n3", GREY[:1, :2], normals=np.float32([[(1, 0, 0), (0, 0, 1)]]))
     item = open_dataset("nyud", root, "val", size=(1, 4))[0]
     between = np.array([3, 0, 1]) / 10**0.5
@@ -306,11 +306,11 @@ def test_interpolation(root):
     picture = item["picture"] * torch.tensor(STD) + torch.tensor(MEAN)
     assert picture.min() > -1e-6
     assert picture.max() < 1 + 1e-6
-    equal(picture[:, :, 15], 0.2265625)  # With a = -0.75, a quarter of a pixel from the step.
+    equal(picture[:, :, 15], 0.2265625)  # With a = -0.75, a quarter of a pixel from the edge.
 
 
 OPTIONAL = "/(val|n3|VOC12|pascal-context/p1.png|image/1.npy)"
-"""Not needed: the other split, one of two segmentations, the last numbered picture."""
+"""Files that may be missing: the other split, one of two segmentations, the last picture."""
 
 
 @EVERY
@@ -363,7 +363,7 @@ def read(path):
 
 @pytest.mark.parametrize(("file", "wrong"), WRONG.items(), ids=WRONG)
 def test_wrong_files(root, file, wrong):
-    """Files cut in the middle, or of another format, shape or dtype, or with other values."""
+    """Files that are truncated, or have another format, shape or dtype, or invalid values."""
     path, whole = root / file, (root / file).read_bytes()
     name = next(name for name in FOLDERS if file.startswith(FOLDERS[name]))
     cases = [(part, "cannot be read") for part in (whole[: len(whole) // 2], b"not the format")]
@@ -505,7 +505,7 @@ def test_small_data_that_exist(tmp_path):
 
 
 def test_small_crops_keep_to_their_part(tmp_path, monkeypatch):
-    """In a stand-in for the photograph, brightness tells the part."""
+    """In a stand-in for the photograph, brightness identifies the region."""
     photograph, scene = stereo.read()
     marked = np.zeros_like(photograph)
     for columns, value in ((slice(230), 80), (slice(250, 490), 160), (slice(510, 740), 240)):
@@ -541,8 +541,8 @@ def test_interrupted_and_overtaken_small_data(tmp_path, monkeypatch):
     assert len(open_dataset("nyud", tmp_path, "train")) == 2
 
 
-# The mean square of the picture; then of disparity, normals and edges where known, each with the
-# known share.
+# The mean square of the picture; then, for disparity, normals and edges, the mean square of known
+# pixels and their share.
 STEREO = [
     [0.9998006, 1.391189, 0.9309728, 0.3333333, 0.7615045, 0.08323389, 0.9961484],
     [1.019189, 1.377113, 0.9168431, 0.3333333, 0.7242608, 0.1011196, 0.993414],

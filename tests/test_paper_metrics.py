@@ -1,4 +1,4 @@
-"""Losses and metrics of the paper's experiments, against torchmetrics and by hand."""
+"""Losses and metrics of the paper's experiments, against torchmetrics and hand-computed values."""
 
 import math
 
@@ -67,7 +67,7 @@ OF_DEPTH = {"rmse": math.sqrt((0.25 + 9) / 3), "abs_err": 3.5 / 3, "abs_rel": (0
     ],
 )
 def test_metrics_by_hand(task, prediction, target, expected):
-    """The metrics of one row of pixels."""
+    """Checks the metrics of one row of pixels."""
     prediction = torch.as_tensor(prediction).reshape(1, task.channels, 1, -1)
     target = torch.as_tensor(target).reshape(1, -1, 1, prediction.shape[-1])
     result = evaluated(task, (prediction, target[:, 0] if task is CLASSES else target))
@@ -92,7 +92,7 @@ def means_over_pictures(prediction, target):
 @pytest.mark.parametrize("task", [CLASSES, NORMALS, SALIENCY], ids=lambda task: task.kind)
 @pytest.mark.parametrize("pictures", [1, 4, 5])
 def test_metrics_are_pooled_over_batches(task, pictures):
-    """They are no means over batches; saliency has the best threshold of means over pictures."""
+    """Metrics are not means over batches; saliency uses the best threshold of picture means."""
     batches = [make(task, pictures, seed) for seed in range(3)]
     prediction, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     result = evaluated(task, *batches)
@@ -120,7 +120,7 @@ def test_pictures_of_unknown_saliency_do_not_count():
 
 
 def test_normals_of_a_diverged_network():
-    """The caller reports NaN; no index is out of range."""
+    """NaN normals raise nothing, as the caller reports them; no index is out of range."""
     prediction, target = make(NORMALS)
     evaluated(NORMALS, (prediction * math.nan, target))
 
@@ -151,7 +151,7 @@ def test_metrics_stay_in_float64_on_a_half_precision_network():
 
 @EVERY_KIND
 def test_losses(task):
-    """They equal formulas; unknown pixels change nothing, and alone they have no loss."""
+    """Losses equal formulas; unknown pixels have no effect, and no loss if all are unknown."""
     prediction, target = make(task)
     known = target != IGNORE
     if task.kind == "classes":

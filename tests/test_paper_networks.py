@@ -1,4 +1,4 @@
-"""The networks of the paper's experiments: sizes, outputs, and the parameters each loss reaches."""
+"""The networks of the paper's experiments: sizes, outputs, and which parameters losses reach."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ ALONE = 49_960_968  # 190.59 MiB.
         *(("hrnet18", tasks, {}, n) for tasks, n in ((NYUD, 17_960_945), (PASCAL, 24_494_171))),
         *(("resnet18", tasks, {}, n) for tasks, n in ((NYUD, 144_853_985), (PASCAL, 205_085_525))),
         ("resnet18", NYUD, {"width": 1 / 8}, 13_310_265),
-        # With a single task, it is the backbone and a head.
+        # With a single task, the network is the backbone and a head.
         ("hrnet18", {"semseg": NYUD["semseg"]}, {}, 3_945_270),
         ("resnet18", {"semseg": NYUD["semseg"]}, {}, 14_876_264),
         ("segnet", CITYSCAPES, {}, SEGNET),
@@ -77,7 +77,7 @@ def test_sizes_of_parts():
 @EVERY_NETWORK
 @torch.no_grad()
 def test_predictions(name):
-    """They have the picture's size, and come only from the heads of the requested tasks."""
+    """Predictions have the picture's size; only heads of the requested tasks run."""
     network, picture = small(name)
     network.eval()
     ran: list[str] = []
@@ -181,7 +181,7 @@ def test_distillation_adds_the_other_tasks_features():
 
 @EVERY_NETWORK
 def test_each_loss_reaches_the_trunk_and_its_own_head(name):
-    """In MTI-Net, it also reaches its initial predictions, and the gates of its own features."""
+    """In MTI-Net, a loss also reaches its initial predictions and its own features' gates."""
     network, picture = small(name)
     parameters = dict(network.named_parameters())
     predictions = network(picture)
@@ -223,7 +223,7 @@ def test_task_norm_prioritizes_convolutions(name, conv, norm):
 
 @torch.no_grad()
 def test_stitched_segnets_follow_the_formula():
-    """A unit begins near the identity."""
+    """A unit's initial weight is near the identity."""
     near = 0.05 + 0.85 * torch.eye(3)
     torch.testing.assert_close(cross_stitch.CrossStitch(3).weight, near)
     trunk = cross_stitch.StitchedSegNets(["a", "b"], 1 / 64).double().eval()
@@ -306,7 +306,7 @@ def test_rotograd_follows_the_papers_algorithm(float64):
     problem = Regression()
     network = problem.network
     sgd = sgd_of(network.trunk, network.heads, lr=0.02)
-    for _ in range(3):  # Ratios are 1 in the first step only, and gradients do not add up.
+    for _ in range(3):  # Only the first step has ratios of 1; gradients do not accumulate.
         expected, losses = problem.expected(), problem.backward()
         assert not any(loss.requires_grad for loss in losses.values())
         for task, predictions in network(problem.x).items():  # The forward pass rotates, too.

@@ -14,7 +14,7 @@ from rich.console import Console
 
 pytestmark = pytest.mark.paper
 
-# Rows whose printed Delta_m does not follow from their printed metrics, with the one that does.
+# Rows whose printed Delta_m contradicts their printed metrics, with the correct Delta_m.
 MISPRINTED = {
     ("nyud/hrnet18/uncertainty", "GD"): 10.07,
     ("cityscapes/segnet/equal", "GD + Recon"): -13.65,
@@ -26,7 +26,7 @@ MISPRINTED = {
 
 
 def result_of(run: Run, number: int) -> dict:
-    """Metrics of single tasks are 10 x (seed + 1); row n is better by (10 n + seed) percent."""
+    """Metrics: 10 x (seed + 1) for single tasks; row n is better by (10 n + seed) percent."""
     better = 0 if run.row == SINGLE else 0.1 * number + 0.01 * run.seed
     metrics = {task: {} for task in run.tasks}
     for measure in MEASURES[run.data]:
@@ -73,7 +73,7 @@ def findings_of(name, folder, seeds) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "seeds", "row", "expected"),
     [
-        # The sixth row after the single tasks: 60 %, and 1 % more with each seed.
+        # The sixth row after the single tasks is better by 60 %, plus 1 % per seed.
         ("nyud", [0, 1, 2], "Ours", {"Δm %↑": "+61.00±1.00", "mIoU*↑": "32.27±16.30"}),
         ("nyud", [0, 1, 2], "Ours", {"rmse*↓": "7.733±3.700"}),
         ("nyud", [0, 1, 2], SINGLE, {"Δm %↑": "+0.00±0.00"}),
@@ -109,7 +109,7 @@ def test_findings(tmp_path):
     for finding in (
         "Δm of Mixed less that of Phase 1: +30.00±0.00, higher in 2 of 2 seeds.",
         "Phase 1 less Phase 2: +0.00±0.00, higher in 0 of 2 seeds",
-        # 5 of 16, 5, 4 and 2 channels at the end; one of 16 changes hands in each epoch.
+        # 5, 5, 4 and 2 of 16 channels at the end; in each epoch, one channel changes its task.
         "semseg 31.2±0.0, depth 31.2±0.0, edge 25.0±0.0, normals 12.5±0.0",
         "6.25±0.00 % of channels a task gains or loses",
     ):

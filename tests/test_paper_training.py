@@ -51,7 +51,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Tests compare bits, and GPU kernels may add in another order."""
+    """Disables the GPU, whose kernels may add in another order; tests compare bits."""
     if "cuda" not in request.node.name:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -91,7 +91,7 @@ def runs_of(*names, **options) -> list[Run]:
 def killed(checkpoint, *arguments):
     """Starts a process, and kills it once it has written a checkpoint."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    # With another number of threads, convolutions add in another order.
+    # The number of threads determines the order of sums in convolutions.
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     process = subprocess.Popen([sys.executable, *arguments], env=environment)
     while not checkpoint.exists():
@@ -168,7 +168,7 @@ def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
 
 @pytest.mark.parametrize(("name", "network"), [("cityscapes", "segnet"), ("nyud", "resnet18")])
 def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
-    """A weighted sum of losses; with task-specific normalization, one pass per task."""
+    """The plain loop has a weighted sum of losses, or with task normalization a pass per task."""
     task_norm = name == "nyud"
     tasks = {
         task: TASKS[name][task] for task in (["edge", "normals"] if task_norm else TASKS[name])
@@ -194,8 +194,8 @@ def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
                 sums[task] += loss.item() / len(training.loader)
             adam.step()
         expected.append(sums)
-    # Where a gradient is zero, as for a bias before a normalization, Adam divides rounding errors
-    # by rounding errors, and statistics of few pixels amplify them.
+    # Where a gradient is zero, as for a bias before a normalization, Adam's update is a quotient of
+    # rounding errors, which statistics of few pixels amplify.
     for epoch, losses in zip(training.train()["history"], expected, strict=True):
         assert epoch["losses"] == pytest.approx(losses, rel=5e-3 if task_norm else 1e-4)
 
@@ -240,7 +240,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
 
 
 def test_a_killed_run_resumes(tmp_path, data):
-    """SIGKILL, as on a machine that runs out of memory."""
+    """The run gets SIGKILL, as on a machine that runs out of memory."""
     run, folder = make_run(epochs=400), tmp_path / "killed"
     folder.mkdir()
     (folder / "run.json").write_text(run.to_json())
@@ -256,7 +256,7 @@ def test_a_killed_run_resumes(tmp_path, data):
 
 
 def test_seeds_are_independent(tmp_path, data):
-    """They determine batches, initial weights, and the draws of the method and of the schedule."""
+    """Seeds determine batches, initial weights, and the draws of methods and schedules."""
     trainings = []
     for row, part in (("PCGrad", "method"), ("Mixed", "schedule")):
         for seed in (0, 1):
@@ -268,7 +268,7 @@ def test_seeds_are_independent(tmp_path, data):
         for epoch in range(40):
             training.sampler.set_epoch(epoch)
             orders.append(tuple(training.sampler))
-    # One seed's orders are not the other's, shifted by an epoch; some orders recur by chance.
+    # One seed's orders are not the other's shifted by an epoch; some orders recur by chance.
     assert orders[1:40] != orders[40:79]
     weights = [training.network.trunk.encoder[0][0].weight for training in trainings[:2]]
     assert not torch.equal(*weights)
@@ -433,7 +433,7 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_runs_end_with_the_command(tmp_path, data, ranks):
-    """They end even if it is killed."""
+    """Runs end even if the command is killed."""
     run, script = make_run(epochs=2000, ranks=ranks), tmp_path / "command.py"
     script.write_text(f"""
 from pathlib import Path
@@ -458,11 +458,11 @@ if __name__ == "__main__":
 
 
 def test_runs_in_processes(place):
-    """A run's conflicts reach another; one of two ranks writes; after failures, others train."""
+    """Runs get other runs' conflicts; one of two ranks writes; after a failure, others train."""
     runs = [
         *(make_run("PCGrad + Recon"), make_run("GD"), make_run("Mixed", ranks=2)),
         *(make_run("GD + Recon", seed=1, batch=8), make_run("GD", seed=1, batch=8)),
-        make_run("PCGrad"),  # As if it had outlived the command.
+        make_run("PCGrad"),  # Locked below, as if the run had outlived its command.
     ]
     place.folder(runs[-1]).mkdir(parents=True)
     with (place.folder(runs[-1]) / "lock").open("w") as lock:
@@ -484,7 +484,7 @@ def test_runs_in_processes(place):
 
 
 def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
-    """Only one thread reads each code, though others that start runs ask for it, too."""
+    """Each exit code is read by one thread only, although others that start runs poll it, too."""
     monkeypatch.setattr(runner, "_train_here", print)
     run_all([make_run(seed=n) for n in range(60)], runner.Place(tmp_path, tmp_path), jobs=6)
 
@@ -512,7 +512,7 @@ def operations(training, size) -> int:
 
 
 def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
-    """So do Recon's, whatever it copies; counts grow with pixels; single tasks' heads differ."""
+    """Recon's runs too, whatever they copy; counts grow with pixels; single tasks' heads differ."""
     kinds = {}
     for run in runs_of("cityscapes"):
         training = Training(run, tmp_path, data, SCORES)
@@ -528,7 +528,7 @@ def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
 
 
 def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
-    """20 s per step for single tasks, 100 s for others; one step per epoch."""
+    """Steps take 20 s for single tasks, 100 s for others; an epoch has one step."""
     monkeypatch.setattr(timing, "_step_seconds", lambda t, _: 20.0 if len(t.tasks) == 1 else 100.0)
     runs = runs_of("ablation", seeds=[0, 1], changes={"epochs": 30})
     timing.estimate(runs, place, 2, Console(width=60))

@@ -1,4 +1,4 @@
-"""Parts of networks that act once per backward pass: correct, or refused with a reason."""
+"""Network parts with an effect per backward pass: handled correctly, or refused with a reason."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.loop
 
 @pytest.fixture(autouse=True)
 def _double(float64: None) -> None:
-    """All numbers are float64."""
+    """Sets the default dtype to float64."""
 
 
 class Ones(cs.GramianMethod):
@@ -58,7 +58,7 @@ class ScalesSaved(torch.autograd.Function):
 
 
 class Cached(torch.autograd.Function):
-    """A cache that the first pass uses up."""
+    """A function whose first backward pass consumes its cache."""
 
     cache: ClassVar[dict[int, float]] = {}
 
@@ -246,7 +246,7 @@ def test_a_part_outside_the_trunk_that_tasks_share() -> None:
 
 
 class Buffered(torch.autograd.Function):
-    """A linear map that returns gradients in a buffer that it keeps, as a CUDA graph does."""
+    """A linear map that returns gradients in a static buffer, as a CUDA graph does."""
 
     buffer: ClassVar[Tensor]
 
@@ -296,7 +296,7 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
 
 
 def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
-    """Copies of its gradient after each pass must not count as gradients that a function writes."""
+    """Copies of the buffer after each pass must not count as gradients that a function writes."""
     tasks, updates = ["a", "b", "c"], []
     for function in (nn.functional.linear, Buffered.apply):
         torch.manual_seed(0)
@@ -317,7 +317,7 @@ def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
 
 
 class Doubles(torch.autograd.Function):
-    """Returns the very tensor that it keeps, like a function with `out=`."""
+    """Returns a tensor that it also keeps, like a function with `out=`."""
 
     buffer: ClassVar[Tensor]
 
@@ -331,7 +331,7 @@ class Doubles(torch.autograd.Function):
 
 
 class Grows(torch.autograd.Function):
-    """Its gradient grows from pass to pass, always in the same tensor."""
+    """A function whose gradient grows from pass to pass, always in the same tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def test_kept_weights_of_features_behind_a_function() -> None:
 
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_a_buffer_outside_the_trunk(how: str) -> None:
-    """Both tasks use this head, so its gradients add up in `.grad`."""
+    """Both tasks use the buffered head, so its gradients add up in `.grad`."""
     expected = []
     for function in (nn.functional.linear, Buffered.apply):
         network = Network(torch.tanh)
@@ -430,7 +430,7 @@ def test_a_nan_is_no_difference() -> None:
 @pytest.mark.parametrize("how", ["step", "backward"])
 @pytest.mark.parametrize("method", [Ones, cs.Sum, cs.PCGrad])
 def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
-    """It would make K raw updates."""
+    """An optimizer in a hook would make one update per task, without surgery."""
     network = Network(torch.tanh, method())
     weight = network.trunk["first"].weight
     inner = torch.optim.SGD([weight], lr=0.1)
@@ -454,10 +454,10 @@ CHANGING: dict[str, Callable[[Tensor, Callable[[Tensor], None]], object]] = {
 @pytest.mark.parametrize("method", [Ones, cs.Sum])
 @pytest.mark.parametrize("place", CHANGING)
 def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method], place: str) -> None:
-    """A penalty would count once per task; a hook that only reads is allowed."""
+    """A penalty in a hook would count once per task; hooks that only read are allowed."""
     network = Network(torch.tanh, method())
     weight, seen = network.trunk["first"].weight, []
-    node = _node_of(weight)  # The node lives only as long as somebody holds it.
+    node = _node_of(weight)  # Without a reference, the node would be freed.
     CHANGING[place](weight, lambda p: seen.append(p.grad.norm()))
     network.make(how)
     assert seen
@@ -482,7 +482,7 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
 
 
 def test_reentrant_checkpointing_is_not_checked() -> None:
-    """Passes of other parts are; one warning says that these are not."""
+    """Passes of other parts are checked; a single warning names the exception."""
     network = Network(lambda h: Injects.apply(h, h.square().mean()))
     run = torch.utils.checkpoint.checkpoint
     plain = network.part
@@ -492,7 +492,7 @@ def test_reentrant_checkpointing_is_not_checked() -> None:
 
 
 def test_a_hook_of_many_gradients_that_torch_does_not_repeat() -> None:
-    """Torch's error gets a note that names the way out."""
+    """Torch's error gets a note that names the remedy."""
     network = Network(torch.tanh)
     seen: list[object] = []
     parameters = [*network.trunk.parameters()]
@@ -558,7 +558,7 @@ class AddsUpElsewhere(torch.autograd.Function):
 def test_a_function_that_adds_gradients_up_elsewhere(
     how: str, returns: bool, rebinds: bool
 ) -> None:
-    """It may return None or zeros, and may rebind the attribute in every pass."""
+    """The function may return None or zeros, and may rebind the attribute in every pass."""
     network = Network(torch.tanh)
     network.trunk["fused"] = nn.Linear(8, 8, bias=False)
     weight: Any = network.trunk["fused"].weight
@@ -574,7 +574,7 @@ def test_a_function_that_adds_gradients_up_elsewhere(
 
 
 def test_attributes_without_memory_to_read() -> None:
-    """They do not count as gradients that a function adds up."""
+    """Such attributes do not count as gradients that a function accumulates."""
     network = Network(torch.tanh)
     weight: Any = network.trunk["last"].weight
     weight.offloaded = torch.zeros_like(weight)
@@ -644,7 +644,7 @@ def test_a_loss_whose_gradient_a_hook_makes(method: Callable[[], cs.Method]) -> 
     "method", [cs.Sum, cs.UPGrad, cs.MGDA, cs.NashMTL, cs.FairGrad, cs.ConFIG, cs.GradDrop]
 )
 def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
-    """As when adapters are switched: the block belongs to the task for which it trains."""
+    """The block belongs to the task for which it trains, as when adapters are switched."""
 
     def norms(toggle: bool) -> Tensor:
         torch.manual_seed(1)
@@ -671,7 +671,7 @@ def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
 
 
 class Inner(torch.autograd.Function):
-    """Manual checkpointing: the function runs again, with a backward pass inside this one."""
+    """Manual checkpointing: `backward` reruns the function and makes an inner backward pass."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -689,7 +689,7 @@ class Inner(torch.autograd.Function):
 
 
 class Returned(torch.autograd.Function):
-    """Like `Inner`, but asks for the parameters' gradients and returns them."""
+    """Like `Inner`, but computes the parameters' gradients and returns them."""
 
     @staticmethod
     def forward(
@@ -778,7 +778,7 @@ class Writes(torch.autograd.Function):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("check_passes", [True, False])
 def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes: bool) -> None:
-    """No hook sees them, so they cannot be weighted, no matter when the function begins to act."""
+    """No hook sees such gradients, so they cannot be weighted, whenever the function first acts."""
     network = Network(torch.tanh)
     middle = nn.Parameter(torch.eye(8) / 2)
     network.trunk.register_parameter("middle", middle)
@@ -801,7 +801,7 @@ def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes
 
 @pytest.mark.parametrize("shows", ["trunk", "own trunk", "head"])
 def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows: str) -> None:
-    """The graph may also show the layer elsewhere; one pass for all tasks could not weight it."""
+    """The graph may show the layer elsewhere; a single pass for all tasks could not weight it."""
     network = Network(torch.tanh, Halves(update_every=3))
     shared, widen = network.trunk["last"], torch.eye(5, 8)
 
@@ -839,7 +839,7 @@ def test_kept_weights_of_functions_that_write_in_graphs_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", [Ones, cs.Sum])
 def test_a_function_of_a_head_with_a_backward_pass_inside(method: type[cs.Method]) -> None:
-    """Behind features, its gradients count once, even for a layer that the graph also shows."""
+    """Behind features, the gradients count once, even for a layer that the graph also shows."""
     network = Network(torch.tanh, method())
     z, extra = network.features(), nn.Linear(5, 5)
     network.sgd.add_param_group({"params": [*extra.parameters()]})
@@ -854,7 +854,7 @@ def test_a_function_of_a_head_with_a_backward_pass_inside(method: type[cs.Method
 
 
 class Fused(torch.autograd.Function):
-    """A loss like those of fused kernels: its gradient is saved, and scaled in place."""
+    """A loss as in fused kernels: its gradient is saved, and scaled in place."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, target: float) -> Tensor:
@@ -893,7 +893,7 @@ def test_parts_of_one_task_alone_need_not_be_repeatable(every: int) -> None:
 
 
 def test_a_failed_step_does_not_change_reach() -> None:
-    """Its batch may be dropped, so it must not count."""
+    """The failed step's batch may be dropped, so its passes must not count."""
     torch.manual_seed(0)
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Halves())
@@ -919,7 +919,7 @@ def test_a_failed_step_does_not_change_reach() -> None:
 
 
 def test_a_failed_step_leaves_nothing_to_check() -> None:
-    """The next pass of a task reaches less than the one that was watched."""
+    """The task's next pass reaches fewer parameters than the failed step's."""
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Ones())
     x = torch.randn(8, 3)
@@ -933,7 +933,7 @@ def test_a_failed_step_leaves_nothing_to_check() -> None:
 
 
 def test_the_check_leaves_no_trace() -> None:
-    """It restores statistics that checkpointing changes, and checks only a few of many setups."""
+    """The check restores statistics that checkpointing changes, and runs for a few setups only."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8)
     trunk = nn.ModuleDict({"first": nn.Linear(6, 8), "norm": norm, "last": nn.Linear(8, 5)})
@@ -961,7 +961,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
-    """Atomic additions on a GPU do so; they must not raise a false alarm."""
+    """Atomic additions on a GPU must not cause a false alarm."""
 
     class Adds(torch.autograd.Function):
         @staticmethod
@@ -986,7 +986,7 @@ def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
 
 
 def test_gradients_without_numbers() -> None:
-    """A function that returns None, with kept weights; jagged tensors; more than 64 tasks."""
+    """Covers a function that returns None, with kept weights; jagged tensors; over 64 tasks."""
 
     class Skips(torch.autograd.Function):
         @staticmethod

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def _check_priority(priority: Tensor, exact: Tensor) -> None:
-    """Priorities are equal wherever the two largest strengths differ by more than rounding."""
+    """Asserts equal priorities where the two largest strengths differ by more than rounding."""
     if 1 in exact.shape:  # The only channel is every task's maximum: a tie.
         assert priority.eq(0).all()
         return
@@ -43,15 +43,15 @@ def _check_priority(priority: Tensor, exact: Tensor) -> None:
 
 
 def _check_update(update: Tensor, args: Sample, priority: Tensor) -> None:
-    """The error is at most twice the plain formula's in the same dtype."""
+    """Asserts that the error is at most twice the plain formula's in the same dtype."""
     kind = args.kind
     exact = projected_rows(args.grads.double(), priority, kind)
     plain = closed_form_rows(args.grads, priority, kind)
     error = (rows(update.double(), kind) - exact).abs().max()
     allowed = 2 * (plain.double() - exact).abs().max()
-    # Storing rounds even where the plain formula is exact: once, or twice in 16 bits (the sum, then
-    # what is added to it). In float64, where the plain formula is as good as the oracle, each
-    # addition rounds.
+    # Stores round even where the plain formula is exact: once, or twice in 16 bits (the sum, then
+    # the correction). In float64, where the plain formula is as exact as the oracle, each addition
+    # rounds.
     roundings = {torch.float32: 1, torch.float64: len(args.grads) + 1}.get(update.dtype, 2)
     rounding = roundings * torch.finfo(update.dtype).eps / 2 * exact.abs().max()
     assert error <= max(allowed, rounding)
@@ -106,7 +106,7 @@ LARGER = [(256, 256, 3, 3), (5, 70001), (4099, 64)]
 @pytest.mark.parametrize("shape", LARGE if SMALL else LARGER, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Layers larger than a chunk, layers larger than a cache, groups visited one by one."""
+    """Layers larger than a chunk or a cache, with channel groups visited one by one."""
     assert len(_check(sample(Kind("large", shape), 4, dtype)).unique()) >= 3
 
 
@@ -114,8 +114,8 @@ def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) 
 def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
     """The bits equal those of one tensor at a time, even if streaming stores write the update.
 
-    A single tensor is too small for streaming stores. The second layer is unaligned; the first one
-    has a group too large for any scratch buffer.
+    A single tensor is too small for streaming stores. The second layer is misaligned; the first one
+    has a group too large for any workspace.
     """
     priorities = [torch.zeros(650, dtype=torch.int64), torch.randint(-1, tasks, (300,))]
     shapes = [(650, 4001), (300, 5003), (1_000_001,)]
@@ -155,7 +155,7 @@ def test_connection_strength(backend: str, dtype: torch.dtype, kind: Kind, norma
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_of_16_bit_results(backend: str, dtype: torch.dtype) -> None:
-    """A sum of two is exact in float32, so every result must be correctly rounded."""
+    """A sum of two values is exact in float32, so every result must be correctly rounded."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     every = bits.view(dtype)
     other = every[torch.randperm(len(every))]
@@ -189,7 +189,7 @@ def test_all_gamma_zero_gives_the_first_task(backend: str) -> None:
 
 @pytest.mark.parametrize("other", [-1, -5, 3, 70, None])
 def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
-    """They have no task, or a reference gradient of zero."""
+    """Such channels have no top-priority task, or a reference gradient of zero."""
     grads, update = torch.randn(3, 6, 40), torch.empty(6, 40)
     priority = torch.tensor([0, other or 1, 1, 2, other or 1, 0])
     if other is None:
@@ -202,7 +202,7 @@ def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
 def test_scales_of_float32(backend: str, scale: float) -> None:
-    """Results are finite and scale with gradients: a power of two is an exact factor."""
+    """Results are finite and scale with the gradients, exactly for powers of two."""
     if backend in GPU_BACKENDS and not 1e-18 <= scale <= 1e18:
         return  # products of a tile are in float32
     args = sample(Kind("conv", (16, 64, 3, 3)), 4, torch.float32)
@@ -217,7 +217,7 @@ def test_scales_of_float32(backend: str, scale: float) -> None:
 
 
 def test_products_beyond_float32_are_not_ignored(backend: str) -> None:
-    """d_ii is infinite and d_ij is not: the projection must not vanish without a trace."""
+    """d_ii is infinite and d_ij is not; the projection must not vanish silently."""
     grads = torch.stack([torch.full((2, 500), 1e19), torch.full((2, 500), -0.5e19)])
     update = cs.functional.project_conflicts(grads, torch.zeros(2, dtype=torch.int64))
     finite = update[update.isfinite()]
@@ -344,7 +344,7 @@ def test_priorities_of_energies_that_are_not_contiguous(backend: str, stride: in
 
 
 def test_stages_of_updates_that_are_not_dense(backend: str) -> None:
-    """They are written through a copy, which starts from the sums."""
+    """Such updates are written through a copy that starts from the sums."""
     grads, priority = [torch.randn(4, 3) for _ in range(2)], [torch.tensor([0, 1, 0, 1])]
     grads[1] = torch.randn(4, 3) - grads[0]
     expected, update = torch.empty(4, 3), torch.zeros(4, 6)[:, ::2]

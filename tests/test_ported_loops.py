@@ -1,4 +1,4 @@
-"""Mistakes in ported loops that would otherwise train on silently."""
+"""Mistakes in ported loops that would otherwise stay unnoticed during training."""
 
 import copy
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ TWICE = RuntimeError, "optimizer has already used the update"
 
 @BOTH_PHASES
 def test_a_second_optimizer_step(schedule):
-    """It would apply the update twice, even after clipping or with other gradients in the heads."""
+    """A second step would apply the update twice, even with clipped or new head gradients."""
     setup, opt = started(schedule=schedule)
 
     def new_gradients_of_heads():
@@ -77,7 +77,7 @@ def test_several_optimizers_and_one_more_step():
 
 
 def test_a_normalization_outside_the_trunk():
-    """It would normalize every task with the task that was active before."""
+    """Such a normalization would use the previously active task for every task."""
     blocks = (nn.Sequential(nn.Linear(n, m), nn.BatchNorm1d(m)) for n, m in ((4, 6), (6, 3)))
     network = cs.nn.convert_task_batchnorm(nn.Sequential(*blocks), AB)
     cs.nn.set_task(network, "a")

@@ -29,7 +29,7 @@ def _update(method: cs.GramianMethod, rows: Tensor, names: str = NAMES) -> Tenso
 
 
 def _projected(z: Tensor, constraints: Tensor) -> Tensor:
-    """The vector nearest to z that conflicts with no constraint, over all sets of active ones."""
+    """The vector nearest to z without conflicts, by enumeration of the active constraints."""
     units = constraints / constraints.norm(dim=1, keepdim=True)
     found = []
     for size in range(len(units) + 1):
@@ -123,7 +123,7 @@ def test_opposed_zero_and_non_finite_gradients(
 
 
 def test_batches_with_labels_for_some_tasks() -> None:
-    """Without a protected task, nothing is projected; alone, it is the update."""
+    """Without a protected gradient, nothing is projected; alone, it is the update."""
     torch.manual_seed(0)
     trunk, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
     targets = {"p": 1.0, "q": -1.0, "r": -2.0}
@@ -146,17 +146,23 @@ def test_batches_with_labels_for_some_tasks() -> None:
         (lambda: cs.Protect(), r"tasks must name a protected task, got \(\) and levels=None"),
         (lambda: cs.Protect(levels={"a": 1}), r"got \(\) and levels=\{'a': 1\}"),
         (lambda: cs.Protect(["a"]), r"tasks must be names, as in Protect\('a', 'b'\), got \['a'\]"),
-        (lambda: cs.Protect("a", levels={"a": 1}), "leave out the protected 'a', got 1"),
+        (
+            lambda: cs.Protect("a", levels={"a": 1}),
+            "not contain 'a', which is already protected, got 1",
+        ),
         (lambda: cs.Protect("a", levels={"b": -1}), r"levels\['b'\] must be at least 0, got -1"),
         (lambda: cs.Protect("a", levels={"b": 0.5}), r"levels\['b'\] must be an integer, got 0.5"),
         (lambda: cs.Protect("a", levels={1: 1}), "levels must have names of tasks as keys, got 1"),
         (lambda: cs.SAGO(["a"]), r"task must be a name, as in SAGO\('retain'\), got \['a'\]"),
         (lambda: cs.SAGO("a").check(["b", "c"]), r"name a task among \['b', 'c'\], got 'a'"),
-        (lambda: cs.SAGO("a").check(["a"]), "tasks must name another task than 'a'"),
+        (lambda: cs.SAGO("a").check(["a"]), "needs at least one task besides 'a'"),
         (lambda: cs.Protect("a", levels=["b"]), r"mapping from task to level, got \['b'\]"),
         (lambda: cs.Protect("a", constraint_only=2), "constraint_only must be True or False"),
         (lambda: cs.Protect("a").check(["b", "c"]), r"name tasks among \['b', 'c'\], got 'a'"),
-        (lambda: cs.Protect("a", "b").check(["a", "b"]), "must leave tasks unprotected"),
+        (
+            lambda: cs.Protect("a", "b").check(["a", "b"]),
+            "must leave at least one task unprotected",
+        ),
         (lambda: cs.Protect("a").weights(torch.eye(2)), "step must have the names of the tasks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The recipe for many ranks: training as torchrun starts it, and resuming from its checkpoints."""
+"""The recipe for many ranks: training under torchrun, and resuming from its checkpoints."""
 
 import contextlib
 import io
@@ -76,7 +76,7 @@ def straight(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
-    """It resumes exactly, in processes of its own."""
+    """Under torchrun, the recipe resumes exactly."""
     losses, folder = straight["sharded"]
     shutil.copytree(folder, tmp_path / "sharded")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -104,7 +104,7 @@ def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
 def test_resumed_runs_go_on(
     pools: Pools, straight: Runs, tmp_path: Path, kind: str, size: int, options: tuple[str, ...]
 ) -> None:
-    """Exact on two ranks; it also works on one without shards, and on four with shards."""
+    """Resuming is exact on two ranks, and also works on one unsharded and on four sharded ranks."""
     losses, folder = straight[kind]
     assert list(losses) == list(range(STEPS))
     assert {phase for phase, *_ in losses.values()} == {1, 2}

@@ -53,7 +53,7 @@ def half_loss(network: nn.Module, batch: toy.Batch, task: str):
 def trained_in_mixed_precision(
     dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
 ):
-    """Autocast is around the network, or also around the loss."""
+    """Autocast covers the network only, or the loss as well."""
 
     def loss(network: nn.Module, batch: toy.Batch, task: str):
         images, targets = batch
@@ -178,7 +178,7 @@ def test_activation_checkpointing(float64):
 
 
 def test_with_peft(float64):
-    """The sum of both gradients; in a conflict, the new one's projection in its place."""
+    """The update is the sum of both gradients; in a conflict, the new one is projected first."""
     module = recipe("with_peft")
     network, history = module.train(epochs=2)
     plain = module.make_network()
@@ -304,7 +304,7 @@ def test_fine_tuning(float64, tmp_path, monkeypatch, resumed):
 
 
 class _PlainProtection:
-    """A protected task's gradient, of one step in four, against which updates are projected."""
+    """Projects updates against a protected task's gradient, which every fourth step renews."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = parameters
@@ -318,7 +318,7 @@ class _PlainProtection:
         return torch.cat([grad.flatten() for grad in grads])
 
     def update(self, new: Tensor, old: Tensor | None):
-        """Writes `.grad` of a step, with the old gradient or without one."""
+        """Writes a step's update to `.grad`, with or without a new protected gradient."""
         self.kept = self.kept if old is None else old
         product = new @ self.kept
         self.conflicts += int(product < 0)
@@ -352,7 +352,7 @@ def test_protect_transformers(float64, accelerate, tmp_path):
 
 
 def test_protect_transformers_averages_over_tokens(accelerate, tmp_path):
-    """Its loss is the Trainer's, also if samples have different numbers of labels."""
+    """The recipe's loss is the Trainer's, even if samples have different numbers of labels."""
     module = recipe("protect_transformers")
     options = {"use_cpu": True, "learning_rate": 0.0, "logging_steps": 1, "max_steps": 1}
     model = module.train(str(tmp_path), **options).model
@@ -490,7 +490,7 @@ def trainer_options(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_with_lightning_in_mixed_precision(dtype, trainer_options):
-    """Lightning supports float16 on the CPU only as a plugin."""
+    """On the CPU, Lightning supports float16 only through a plugin."""
     module = recipe("with_lightning")
     precision = importlib.import_module("lightning.pytorch.plugins.precision")
     options: dict[str, Any] = {"precision": "bf16-mixed"}
@@ -505,7 +505,7 @@ def test_with_lightning_in_mixed_precision(dtype, trainer_options):
 
 
 def test_with_lightning(float64, tmp_path, trainer_options):
-    """It counts batches, although the torch optimizer makes more steps, and can be resumed."""
+    """The history counts batches, although `global_step` counts more; training can be resumed."""
     module = recipe("with_lightning")
     straight, trainer = module.train(**trainer_options)
     assert len(straight.history) == 12
@@ -590,7 +590,7 @@ def test_with_transformers_resumed(accelerate, tmp_path):
 
 
 class _Parts(PlainTraining):
-    """Computes each part of a batch by itself, as on a rank of its own."""
+    """Computes each part of a batch separately, as on its own rank."""
 
     def gradients(self, task: str, micro_batches: Sequence[toy.Batch]):
         """Gradients of the mean loss; running statistics are means over the parts, too."""
@@ -721,7 +721,7 @@ def test_recipes_are_short_scripts(
 
 
 def test_a_recipe_in_a_process_of_its_own(tmp_path):
-    """A user starts it from another folder."""
+    """The recipe runs from another folder, as for a user."""
     command = [sys.executable, FOLDER / "plain_loop.py", "--checkpoint", "a.pt", "--epochs", "2"]
     environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "timeout": 1200}

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore::Deprec
 
 
 class _Clipping(PlainTraining):
-    """Clips each task's gradients of the trunk and of its head, or the whole update."""
+    """Clips each task's trunk and head gradients separately, or the whole update."""
 
     before = False
     max_norm = 0.5
@@ -85,7 +85,7 @@ def test_clipping(float64, way):
 
 
 class _MuonAndAdamW:
-    """Both as one optimizer, for a plain loop."""
+    """Muon and AdamW as one optimizer, for a plain loop."""
 
     def __init__(self, matrices: list[nn.Parameter], parameters: dict[nn.Parameter, None]):
         others = [p for p in parameters if p not in set(matrices)]
@@ -306,7 +306,7 @@ def test_watched_by_parameter(float64, wandb, logger, tmp_path):
 
 
 def test_watching_takes_every_kind_of_step():
-    """Some of the tasks, a method by layer, Phase 1, kept weights, a frozen parameter."""
+    """Covers subsets of the tasks, a method by layer, Phase 1, kept weights, frozen parameters."""
     by_parameter = recipe("watched_by_parameter").by_parameter
     tasks = ["a", "b", "c"]
 

@@ -43,7 +43,7 @@ def one_step(
     "method", [cs.CAGrad(), cs.PCGrad(seed=3), cs.MGDA(groups="layer")], ids=repr
 )
 def test_gramian_methods(method: cs.GramianMethod, scaled: bool) -> None:
-    """Norms, cosines and task weights give the update that is in `.grad`."""
+    """Norms, cosines and task weights reproduce the update in `.grad`."""
     setup, opt, losses, grads = one_step(method, scaled)
     report, by_layer = opt.report(), method.groups == "layer"
     assert (report.step, report.epoch, report.phase, report.method) == (0, 3, 2, repr(method))
@@ -121,7 +121,7 @@ def test_connection_strength(backend: str, scaled: bool) -> None:
 
 
 def test_absent_tasks() -> None:
-    """Their rows stay, without gradients, and have no conflicts or pairs."""
+    """Absent tasks keep their rows, which have no gradients, conflicts or pairs."""
     setup, opt = started()
     opt.step(setup.closure(0))
     opt.step(setup.closure(1), tasks=["edges", "depth"])
@@ -154,7 +154,7 @@ WEIGHTS = {"depth": 2.0, "normals": 1.0, "edges": 0.5}
     ],
 )
 def test_without_surgery(method: cs.Method, phase: int, weighting: cs.Weighting | None) -> None:
-    """It has the losses, and the weighted losses if there is a weighting."""
+    """The report has the losses, and with a weighting also the weighted losses."""
     schedule = cs.Sequential() if phase == 1 else cs.Joint()
     setup, opt = started(method, schedule, weighting=weighting)
     losses = {task: float(loss) for task, loss in opt.step(setup.closure(0)).items()}
@@ -175,7 +175,7 @@ def test_backward() -> None:
 
 
 def test_the_last_successful_step_is_reported() -> None:
-    """A failed step or another run's step is not."""
+    """A failed step and another run's step are not reported."""
     setup, opt = started()
     with pytest.raises(RuntimeError, match="call step or backward first"):
         opt.report()
@@ -184,7 +184,7 @@ def test_the_last_successful_step_is_reported() -> None:
     opt.step(setup.closure(1))
     report = opt.report()
     assert (before.step, report.step) == (0, 1)
-    assert len({report, opt.report(), report}) == 2  # They are compared by identity.
+    assert len({report, opt.report(), report}) == 2  # Reports are compared by identity.
     assert not torch.equal(before.products, report.products)
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda task: 1 / 0)
@@ -241,7 +241,7 @@ def test_as_text() -> None:
 
 
 def test_cosines_are_at_most_one() -> None:
-    """The square of the rounded root of 3 is less than 3."""
+    """The square of sqrt(3), rounded, is less than 3, so a quotient could exceed 1."""
     equal = torch.full((2, 2), 3.0, dtype=torch.float64)
     report = cs.Report(0, None, 2, "", ("a", "b"), {}, {}, gramian=equal)
     assert report.cosines is not None

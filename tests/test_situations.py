@@ -1,4 +1,4 @@
-"""Situations for which docs/errors.md and docs/loop.md have a remedy: the remedy is exact."""
+"""Remedies in docs/errors.md and docs/loop.md give the exact result."""
 
 import copy
 import importlib
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.loop
 
 
 def _losses(z, heads):
-    """The tasks are in conflict: their heads are equal and their targets opposed."""
+    """Losses of tasks in conflict: equal heads, opposite targets."""
     signs = zip(AB, (1, -1), strict=True)
     return {task: (heads[task](z) - sign).square().mean() for task, sign in signs}
 
@@ -60,7 +60,7 @@ def test_lbfgs_around_a_step(float64, line_search):
 
 
 def test_sparse_gradients_of_an_embedding(float64):
-    """They equal one pass with the task weights of the features' gradients."""
+    """Gradients equal one pass with the task weights of the features' gradients."""
     embedding, heads = nn.Embedding(20, 6, sparse=True), _heads()
     pair = torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adam(heads.parameters())
     opt = cs.MultiTaskOptimizer(embedding, pair, AB, cs.PCGrad())
@@ -90,7 +90,7 @@ def test_a_state_of_the_trunk_advances_once_per_pass():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_discriminator_in_the_generator_s_step(frozen):
-    """If the generator's optimizer holds it, it trains for the generator, and nothing raises."""
+    """A discriminator in the generator's optimizer trains for the generator, without an error."""
     trunk, heads, judge = nn.Linear(4, 6), _heads(), nn.Linear(1, 1)
     sgd = sgd_of(trunk, heads, judge)
     opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())

@@ -38,13 +38,13 @@ def test_backends_give_the_same_bits(
 
 @pytest.mark.parametrize("memory", FORMATS)
 def test_the_logical_index_counts(backend: str, memory: str) -> None:
-    """The position in memory does not."""
+    """An element's position in memory does not change the sketch."""
     x = torch.randn(6, 20, 3, 3)
     assert torch.equal(_sketched(laid_out(x, memory)), _sketched(x))
 
 
 def test_shards_add_up(backend: str) -> None:
-    """However they are split, elements have the same signs and bins."""
+    """Elements have the same signs and bins, however tensors are split."""
     x = torch.randn(5000)
     whole = _sketched(x, offset=77)
     assert torch.equal(_sketched(*x.split([1, 300, 4699]), offset=77), whole)
@@ -75,7 +75,7 @@ def test_threads_give_the_same_bits(threads: int) -> None:
 @pytest.mark.kernel("cpu")
 @pytest.mark.parametrize("hot", [False, True])
 def test_dot_products_are_unbiased(hot: bool) -> None:
-    """They deviate as documented, even if all energy is in one column of a matrix."""
+    """Estimates deviate as documented, even if all energy is in one column of a matrix."""
     size, draws = 1024, 400
     x = torch.randn(20_000)
     if hot:

@@ -87,7 +87,7 @@ class FailsIn(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_failed_step_leaves_every_state(name: str) -> None:
-    """The next steps equal those of a run without it."""
+    """The next steps equal those of a run without the failure."""
     loop, other = Loop(name), Loop(name)
     before = loop.state()
     for number in range(1, 9):
@@ -129,7 +129,7 @@ WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
 def test_a_wrong_state_is_not_loaded(
     name: str, path: tuple[Any, ...], value: object, message: str
 ) -> None:
-    """The loop goes on as if there had been no attempt."""
+    """The loop continues as if there had been no attempt to load."""
     loop, other = Loop(name), Loop(name)
     state = copy.deepcopy(loop.opt.state_dict())
     loop.opt.load_state_dict(state)
@@ -164,7 +164,7 @@ def test_a_wrong_state_is_not_loaded(
 def test_a_loss_of_nan_with_a_finite_gradient(
     way: str, at: int, method: Callable[[], cs.Method], weighting: Callable[[], cs.Weighting]
 ) -> None:
-    """A mean over no labels has a gradient of zero, and training goes on."""
+    """A mean over no labels is NaN, but its gradient is zero, and training continues."""
     trunk, heads = nn.Linear(5, 6), nn.ModuleDict({task: nn.Linear(6, 3) for task in AB})
     weighs = weighting()
     parameters = [*trunk.parameters(), *heads.parameters(), *weighs.parameters()]
@@ -189,7 +189,7 @@ def test_a_loss_of_nan_with_a_finite_gradient(
 
 @pytest.mark.parametrize("empty", [(0,), (0, 1), (0, 1, 2)])
 def test_log_sigma_of_micro_batches_without_labels(empty: tuple[int, ...]) -> None:
-    """Its gradient covers the other micro-batches, and the regularizer once."""
+    """The gradient of log sigma covers the other micro-batches, and the regularizer once."""
     trunk, head = nn.Linear(3, 4), nn.Linear(4, 1)
     weighting = cs.UncertaintyWeights({"b": "regression"})
     sgd = sgd_of(trunk, head)

@@ -1,4 +1,4 @@
-"""The table of what each way to make gradients supports: each cell trains or is refused."""
+"""The table of features that each way to make gradients supports: a cell trains or is refused."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -32,7 +32,7 @@ _ops = torch.ops.cs_kernels
 @pytest.mark.parametrize(
     ("method", "gramian", "expected"),
     [
-        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each gets 1 / |other|^2 of the other.
+        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each gets 1 / |g_j|^2 times the other, g_j.
         (cs.PCGrad(), CONFLICT, [2.0, 1.25]),
         (cs.PCGrad("mean"), CONFLICT, [1.0, 0.625]),
         (cs.UPGrad(), CONFLICT, [1.0, 0.625]),
@@ -131,7 +131,10 @@ def test_permuted_tasks_and_several_gramians(
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
 @each_method
 def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
-    """They equal the reference's. An update that should be zero is as long as the ridge's root."""
+    """Updates equal the reference's.
+
+    An update that is zero in theory is as long as the square root of the ridge.
+    """
     rows = _random_rows(tasks, tasks, 4 * tasks if rank == "full" else tasks // 2 + 1)
     with cs.use_backend("reference"):
         expected = _update(method, rows)
@@ -144,7 +147,7 @@ def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, 
 def test_rounded_gramians_of_dependent_gradients(
     backend: str, method: GramianMethod, full: bool
 ) -> None:
-    """In float32, they are indefinite by more than the ridge."""
+    """Rounded to float32, such Gramians are indefinite by more than the ridge."""
     for seed in range(40 if full and not SMALL else 4):
         rows = _random_rows(3 if SMALL else 5, seed, 1 + seed % 2).float()
         assert _update(method, rows).norm() <= 10 * rows.norm()
@@ -154,7 +157,7 @@ def test_rounded_gramians_of_dependent_gradients(
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
 @each_method
 def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float) -> None:
-    """Weights stay, so updates scale. Nash-MTL's updates keep their norm, so its weights scale."""
+    """Weights stay, so updates scale; Nash-MTL's updates keep their norm, so its weights scale."""
     rows = _random_rows(4, 0)
     direct, scaled = _weights(method, rows), _weights(method, scale * rows)
     if isinstance(method, cs.NashMTL):
@@ -221,7 +224,7 @@ def test_nan_and_inf_reach_the_weights(backend: str, method: GramianMethod, wron
 
 @pytest.mark.parametrize("kind", [cs.PCGrad, partial(cs.GradVac, 0.3)], ids=["PCGrad", "GradVac"])
 def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
-    """They depend on the step and the seed; a step always has the same ones."""
+    """Orders depend on the step and the seed; a step always has the same order."""
     rows = _random_rows(8, 3) - 0.5
     weights = {
         (seed, step): kind(seed=seed).weights(rows @ rows.T, cs.Step(step))
@@ -350,7 +353,7 @@ def test_config_has_equal_cosines(backend: str) -> None:
 
 
 def test_config_without_a_common_direction(backend: str) -> None:
-    """Opposed and canceling gradients have none; three in a plane have a least-squares one."""
+    """No update if gradients are opposed or cancel; otherwise, least squares give a direction."""
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):
@@ -397,7 +400,7 @@ def test_gradvac_follows_the_cosines(backend: str) -> None:
 
 
 def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
-    """Each pair of tasks has a target per layer, in whatever steps it appears."""
+    """Each pair of tasks has one target per layer, whichever steps contain the pair."""
     rows = torch.randn(6, 2, 3, 7, dtype=torch.float64)
     method, kept = cs.GradVac(beta=0.3, groups="layer"), defaultdict[tuple[str, ...], float](float)
     steps = ["ab x", "abc xy", "ca y", "bc yx", "abc xy", "ab y"]

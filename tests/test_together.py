@@ -312,7 +312,7 @@ def test_networks_train_as_with_step(name: str, method: cs.Method) -> None:
 
 
 def test_parameters_that_another_task_reaches_in_step() -> None:
-    """They are shared from then on, even in steps where only one task reaches them."""
+    """Such parameters are shared from then on, even in steps where only one task reaches them."""
     assert_alike(outputs_of_branches("ab"), 6, way="mixed", method=BY_LAYER)
 
 
@@ -351,14 +351,14 @@ def blocks(hides: bool = False) -> Case:
 def test_layers_that_do_not_always_run(
     method: cs.Method, hides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It works even if the searched graph is from a step without them."""
+    """Steps work even if the graph was checked in a step in which a layer did not run."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
     close = {"rtol": 1e-8, "atol": 1e-10}
     assert_alike(blocks(hides), 7, close=close, method=method)
 
 
 def test_run_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It works even in the step that checks again; only prioritized weights must run once."""
+    """Two calls work even in a step that checks graphs; only prioritized weights must run once."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
 
     def both(run: Callable[[Tensor], Any], _: object) -> Any:
@@ -386,7 +386,7 @@ def test_dropout_draws_a_mask_per_task() -> None:
 
 
 def test_autocast() -> None:
-    """It has the dtypes of `step`; only the order of sums of bfloat16 numbers differs."""
+    """Dtypes equal those of `step`; only the order of bfloat16 sums differs."""
     case, grads = Case(small().float(), pictures().float()), []
     for way, enabled in (("step", False), ("step", True), ("together", True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -435,7 +435,7 @@ TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
     "grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
 }
-# With methods by layer, behind a first layer.
+# Behind another layer, with methods that update layer by layer.
 BEHIND: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
     "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
@@ -554,7 +554,7 @@ X = pictures()
 
 
 def plus(run: RunTrunk, term: Any, at: Any = "b") -> dict[str, Tensor]:
-    """The losses; `b`'s has the square of a weight, or of an output of the trunk or of a layer."""
+    """Losses; that of `b` includes the square of a weight or of an output of trunk or layer."""
     losses = squares(X)(run)
     if isinstance(term, nn.Module | dict):
         term = term[at] if isinstance(term, dict) else term(X)
@@ -596,7 +596,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "sizes": (lambda net, run: run(X, X[:2]), r"got the sizes \[\(2,\), \(4,\)\]"),
     "no size": (lambda net, run: run(X, X.sum()), r"got the sizes \[\(\), \(4,\)\]"),
     "nothing": (lambda net, run: run(), r"got the sizes \[\]"),
-    # Before the first normalization, all tasks' batches are equal: a sum shows no difference.
+    # Before the first normalization, all tasks' batches are equal, so sums do not reveal the task.
     "past run 0": (lambda net, run: plus(run, net.outputs, 0), "a tensor inside the trunk"),
     "past run 1": (lambda net, run: plus(run, net.outputs, 1), "a tensor inside the trunk"),
     # Without the check, torch's error would only mention views.
@@ -654,7 +654,7 @@ def test_refuses_other_things() -> None:
 
 
 def test_a_refused_pass_does_not_change_reach() -> None:
-    """It does not matter which task is checked first."""
+    """Reach stays unchanged whichever task is checked first."""
     setup = Setup()
     setup.optimizer = sgd_of(setup.trunk, setup.heads["depth"])
     opt = setup.start()

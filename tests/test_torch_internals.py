@@ -1,4 +1,4 @@
-"""Undocumented parts of torch that the package uses; a failure names the file that uses one."""
+"""Torch internals that the package relies on; a failure names the file that uses one."""
 
 import inspect
 

@@ -122,7 +122,7 @@ def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def fair_error(alpha: float) -> Error:
-    """The difference of G w and w^(-1 / alpha), relative to the terms of G w.
+    """The difference between G w and w^(-1 / alpha), relative to the terms of G w.
 
     If a combination of the gradients vanishes, there is no solution: then the update must be short.
     """
@@ -152,7 +152,7 @@ def config_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
-    """The distance from Algorithm 1 of its paper on the vectors themselves, in the same orders."""
+    """The distance from Algorithm 1 of PCGrad's paper on the gradients, in the same orders."""
     key = splitmix64(random_key(5, 0))
     total = torch.zeros_like(rows[0])
     for i, g in enumerate(rows):
@@ -165,7 +165,7 @@ def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
 
 
 class _OurOrders:
-    """Replaces torch.randperm in TorchJD, for one task after the other.
+    """Replaces torch.randperm in TorchJD by our orders, task by task.
 
     PCGrad permutes all tasks, GradVac positions among the others.
     """
@@ -204,7 +204,7 @@ def _theirs(aggregator: torch.nn.Module, rows: Tensor) -> Tensor | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if isinstance(aggregator, theirs.ConFIG):  # It gives only the update.
+            if isinstance(aggregator, theirs.ConFIG):  # ConFIG gives only the update.
                 return torch.linalg.pinv(rows.T) @ aggregator(rows)
             if hasattr(aggregator, "gramian_weighting"):
                 weights: Tensor = aggregator.gramian_weighting(rows @ rows.T)
@@ -244,10 +244,10 @@ def test_equal_to_torchjd_or_better(
 def test_gradvac_equal_to_torchjd(
     backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps in the same orders, both with their states.
+    """Three steps in the same orders; both libraries keep their states.
 
-    Equal and opposed gradients are left out, since rounding decides what either side adds to them.
-    Tests by hand cover these.
+    Equal and opposed gradients are left out, since rounding decides what each library adds to them;
+    tests with hand-computed values cover these cases.
     """
     compared = 0
     for n, rows in enumerate(matrices(full)):

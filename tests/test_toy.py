@@ -49,12 +49,12 @@ def test_steps_equal_adams():
         _losses(points).sum().backward()
         adam.step()
     (path,) = toy.follow(["Sum"], toy.KEPT)
-    away = toy.STARTS[:, 1] != 0  # From the kink between the valleys and the bowls.
+    away = toy.STARTS[:, 1] != 0  # Not on the kink between valleys and bowls.
     np.testing.assert_allclose(path.points[-1, away], points.detach()[away], atol=1e-12)
 
 
 def test_the_front():
-    """There, gradients are opposed or, at its ends, one is zero; elsewhere they are not."""
+    """On the front, gradients are opposed or, at its ends, one is zero; elsewhere, neither."""
     front = toy.pareto_front()
     assert toy.have_reached(front).all()
     gradients = torch.from_numpy(toy.losses_and_gradients(front)[1])

@@ -70,7 +70,7 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
 
 
 class Contractions:
-    """Counts products that are added to another lane's number without rounding.
+    """Counts unrounded products that are added to another lane's number.
 
     A sum of products over lanes may then differ between lanes in its last bit. `branches` counts
     branches whose condition depends on such a sum: some lanes take them while others wait.
@@ -199,7 +199,7 @@ def test_solvers(check: Callable[..., Contractions], solver: tuple[Any, ...], ta
 
 
 def test_contraction_would_be_seen(check: Callable[..., Contractions]) -> None:
-    """With fused multiply-adds, FairGrad's loop would end in only a part of a warp."""
+    """With fused multiply-adds, FairGrad's loop would end in only some lanes of a warp."""
     options = {**solver_options(8), "enable_fp_fusion": True}
     found = check(solvers.fair_grad_kernel, {"TASKS": 8, "SOLVES_S": False}, options, uneven=True)
     assert found.number > 0

@@ -1,4 +1,4 @@
-"""Real networks: which layers are prioritized, and updates in one pass and by a plain loop."""
+"""Real networks: prioritized layers, and updates in one pass against a plain loop."""
 
 import copy
 
@@ -22,7 +22,7 @@ FAST = [name for name in CASES if name not in ("deeplabv3_resnet50", "convnext_t
 
 @pytest.mark.parametrize("name", [*FAST, *slow("deeplabv3_resnet50", "convnext_tiny")])
 def test_trunks(name: str) -> None:
-    """A step in every network of docs/trunks.md."""
+    """Makes a step in every network of docs/trunks.md."""
     case = CASES[name]
     setup = Setup(case)
     theirs, together = copy.deepcopy(setup), copy.deepcopy(setup)

@@ -70,7 +70,7 @@ def test_delta_m_by_hand():
 
 @pytest.mark.parametrize("name", ["few", "three"])
 def test_labels_follow_the_digits_from_left_to_right(name):
-    """A digit can be wherever no pixel of the picture is darker than the digit's."""
+    """A digit may be at any position where no pixel is darker than the digit's."""
     data, part = load_digits(), digits.PARTS[name]
     small = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     large = functional.interpolate(small, size=(digits.SIDE, digits.SIDE), mode="bilinear")
@@ -79,7 +79,7 @@ def test_labels_follow_the_digits_from_left_to_right(name):
     assert len(training.images) == part.pictures
     for pictures in (training, testing):
         assert pictures.labels.tolist() == data.target[pictures.digits].tolist()
-        # By picture and place: [N, height, width, SIDE, SIDE].
+        # By picture and position: [N, height, width, SIDE, SIDE].
         places = pictures.images[:, 0].unfold(1, digits.SIDE, 1).unfold(2, digits.SIDE, 1)
         for i, shown in enumerate(pictures.digits.T):
             near = places[:, :, digits.APART * i : digits.APART * i + 2]
@@ -136,7 +136,7 @@ def test_average_precision_by_hand():
         output[(0, slice(CLASSES, None), *place)] = 0.0  # 8 pixels to each side.
 
     predict(3, 5.0, (2, 2))  # Its center is at (10, 10).
-    predict(3, 4.0, (4, 2))  # Its IoU with that digit is below 0.5.
+    predict(3, 4.0, (4, 2))  # The IoU with the first digit is below 0.5.
     predict(7, 3.0, (4, 11))
     assert finetune.average_precision(output, boxes) == pytest.approx((1 + 2 / 3) / 2)
     predict(8, 6.0, (4, 11))  # The wrong class.
@@ -180,7 +180,7 @@ def test_solution_has_no_losses(float64, name):
 
 
 def test_solution_of_burgers(float64):
-    """By differences away from the shock; its steepest slope is known (Basdevant et al., 1986)."""
+    """Finite differences hold away from the shock; Basdevant et al. (1986) give its slope."""
     burgers, h = pinn.Burgers(), 1e-4
     u, (t, x) = burgers.solution, h * torch.eye(2)
     points = torch.cartesian_prod(torch.linspace(0.1, 1, 7), torch.tensor([-0.8, -0.3, 0.2, 0.6]))
@@ -450,7 +450,7 @@ def test_runs_are_reproducible(monkeypatch, use, row):
     ids=lambda use: use.name,
 )
 def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
-    """Only losses of unequal scale are trained; their results also stand for equal losses."""
+    """Trains only with losses of unequal scale, and reuses the results for equal losses."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     for module in (tabular, finetune):
         module.single_tasks.cache_clear()
@@ -471,7 +471,7 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use)
 
 
 def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
-    """The use's own result, with exact weights, stands beside it."""
+    """The table also contains the use's own result, with exact weights."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     tabular.single_tasks.cache_clear()
     rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}
@@ -516,7 +516,7 @@ def test_a_stopped_command_resumes(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_ends_the_command(tmp_path):
-    """Runs that have not begun are dropped."""
+    """Runs that have not started are cancelled."""
     given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
     python = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (cs, command))
     process = subprocess.Popen(

@@ -28,7 +28,7 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 NOTHING = "no task-specific normalization takes its output"
-OTHERS = "norm normalizes other channels than its outputs"
+OTHERS = "norm normalizes another dimension than its channels"
 
 
 def opposed(y: Tensor, task: str) -> Tensor:
@@ -46,7 +46,7 @@ def watched_passes(opt: cs.MultiTaskOptimizer) -> int:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_are_seen_not_named(autocast: bool) -> None:
-    """A trace sees them, and changes nothing."""
+    """A trace finds layers by their calls, and changes nothing."""
     setup = Setup(dtype=torch.float32)
     opt, before = setup.start(), setup.state()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -103,7 +103,7 @@ PAIRS: list[tuple[Callable[[Any, Tensor], Tensor], nn.Module, nn.Module, Sequenc
     # BatchNorm1d normalizes dimension 1, which a Linear does not change, even if sizes agree.
     (direct, LINEAR, nn.BatchNorm1d(5), (4, 5, 3), OTHERS),
     (direct, LINEAR, BN, (4, 8, 3), OTHERS),
-    (direct, LINEAR, Doubled(16), (4, 3), "norm has other channels than its 8 outputs"),
+    (direct, LINEAR, Doubled(16), (4, 3), "norm does not have the 8 channels of its outputs"),
     (direct, LINEAR, PARAMETRIZED, (4, 3), "norm has a scale that is not a parameter"),
     (
         direct,
@@ -149,7 +149,7 @@ def test_reused_modules() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     up, down = nn.ConvTranspose1d(4, 4, 1), nn.Conv1d(4, 4, 1)
     layers["tied"].weight, down.weight = layers["left"].weight, up.weight
-    layers["spare"].weight = layers["right"].weight  # It does not run.
+    layers["spare"].weight = layers["right"].weight  # This layer does not run.
     trunk = Composed(reused, **layers, **norms, block=block, up=up, down=down)
     cs.nn.convert_task_batchnorm(trunk, AB)
 
@@ -161,7 +161,7 @@ def test_reused_modules() -> None:
     assert found.prioritized == {"left.weight": "common", "right.weight": "common", **of_block}
     assert found.plain["twice.weight"] == "several normalizations follow: norm_a, norm_b"
     assert found.plain["idle.weight"] == "the layer has not run"
-    assert found.plain["up.weight"] == "up, down have other dimensions for their outputs"
+    assert found.plain["up.weight"] == "up, down differ in the dimension of their channels"
     named = {"twice": "norm_a", "left": None, "right": None, "idle": "norm_b"}
     found = coverage(named)
     assert found.prioritized == {"twice.weight": "norm_a", "idle.weight": "norm_b", **of_block}
@@ -257,7 +257,7 @@ def deep(
 @BOTH_PHASES
 @pytest.mark.filterwarnings("ignore:the gradient of")
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
-    """It is prioritized in the same step, as if `layers` had named it, even in a copy."""
+    """The layer is prioritized in the same step, as if `layers` had named it, even in a copy."""
     trunk, opt, _ = deep(schedule=schedule)
     told, layers = copy.deepcopy(trunk), {f"{n}.0": f"{n}.1" for n in range(3)}
     runs, x = [(trunk, opt)], torch.randn(16, 4)
@@ -279,7 +279,7 @@ def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
 
 @BOTH_PHASES
 def test_a_layer_of_one_task(schedule: cs.Schedule) -> None:
-    """It runs only in the second task's pass; then, the first task has no prioritized layer."""
+    """One layer runs only for the second task; below, one task runs no prioritized layer."""
     trunk, opt, loss = deep(schedule=schedule)
 
     def deeper(task: str) -> Tensor:
@@ -325,7 +325,7 @@ def test_a_first_run_outside_a_step_changes_nothing() -> None:
 
 
 def test_a_deleted_optimizer_leaves_no_hooks() -> None:
-    """Neither the torch optimizer nor layers that have not run keep one."""
+    """Neither the torch optimizer nor layers that have not run keep a hook."""
     model, loss, *_ = problem()
     sgd = sgd_of(model)
     hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)
@@ -383,7 +383,7 @@ def assert_as_new(
 @pytest.mark.parametrize("by_attribute", [False, True])
 @pytest.mark.parametrize("call", ["step", "trace"])
 def test_a_normalization_that_is_exchanged(by_attribute: bool, call: str) -> None:
-    """Its scale and variance give the priority from the next step on, or from a trace."""
+    """The new scale and variance determine the priority from the next step or trace on."""
     trunk, x = changing("a row")
     opt = optimizer_of(trunk)
     opt.step(loss_of(trunk, x))
@@ -407,7 +407,7 @@ def test_a_normalization_that_is_exchanged(by_attribute: bool, call: str) -> Non
     ],
 )
 def test_normalizations_that_have_run_before_in_other_places(order: str, together: bool) -> None:
-    """They also change back. If one pass serves all tasks, the next step sees the change."""
+    """Pairs also change back. If one pass serves all tasks, the next step sees the change."""
     trunk, x = changing()
     opt = optimizer_of(trunk)
 
@@ -427,7 +427,7 @@ def test_normalizations_that_have_run_before_in_other_places(order: str, togethe
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
-    """Watching ends if it finds nothing new; but a layer that first runs later is still seen."""
+    """Watching ends if it finds nothing new, but still finds a layer that first runs later."""
     trunk, opt, loss = deep(4, lr=1e-3)
     trunk[3].requires_grad_(False)  # No gradient shows its first run.
     for step in range(40):
@@ -443,7 +443,7 @@ def test_a_network_that_is_different_in_each_pass() -> None:
 
 
 def test_normalizations_that_take_turns() -> None:
-    """If they change from step to step, a layer has no priority, and the report says why."""
+    """A layer whose normalization alternates has no priority, and the report says why."""
     trunk, x = changing()
     opt = optimizer_of(trunk, cs.Sum())
     for step in range(9):
@@ -453,7 +453,7 @@ def test_normalizations_that_take_turns() -> None:
 
 
 def test_a_normalization_that_is_exchanged_in_the_last_pass_of_a_step() -> None:
-    """The next step sees it. Layers that do not run in that step keep their pairs."""
+    """The next step finds the exchange; layers that do not run in that step keep their pairs."""
     trunk, x = changing("a row")
     opt, loss = optimizer_of(trunk), loss_of(trunk, x)
     opt.step(loss)

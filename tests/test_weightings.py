@@ -45,12 +45,12 @@ def values(**losses: float) -> Numbers:
 
 
 def step_of(losses: Numbers, number: int = 0, **facts: Any) -> cs.Step:
-    """A step that knows its losses from the beginning."""
+    """A step whose losses are known before its backward passes."""
     return cs.Step(number, tuple(losses), losses, known=losses, **facts)
 
 
 def steps_of(labels: str = "all") -> list[cs.Step]:
-    """Four epochs with random losses before and after; steps have one Gramian, two, or none."""
+    """Four epochs; losses before and after each step are random; steps have 0, 1 or 2 Gramians."""
     draw = partial(torch.rand, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     steps = []
     for number in range(4 * PER_EPOCH):
@@ -73,7 +73,7 @@ def known_losses(known: str, step: cs.Step, task: str) -> Numbers:
 def weights_of(
     weighting: cs.Weighting, steps: Iterable[cs.Step], known: str = "all"
 ) -> list[Numbers]:
-    """The weights in each step, as a training loop asks for them."""
+    """The weights in each step, requested in the order of a training loop."""
     history = []
     for step in steps:
         weighting.start_epoch(step.number // PER_EPOCH)
@@ -87,7 +87,7 @@ def weights_of(
 
 
 class Tchebycheff:
-    """K mu log sum exp(log(L / n) / mu), and sum log L in the warm-up."""
+    """The loss is K mu log sum exp(log(L / n) / mu), and sum log L in the warm-up."""
 
     mu, warmup = 0.3, 1
 
@@ -138,7 +138,7 @@ class Famo:
             self.adam.step()
 
     def weights(self, losses: Numbers, epoch: int) -> Numbers:
-        if self.at_once:  # Like the authors' toy loop, it learns before weighting.
+        if self.at_once:  # Like the authors' toy loop, learns before weighting.
             self._learn(self.last, losses)
         gaps = torch.stack([self._gap(t, x) for t, x in losses.items()]).requires_grad_()
         z = torch.softmax(torch.stack([self.logits[t].detach() for t in losses]), 0)
@@ -154,7 +154,7 @@ class Famo:
 
 
 class GradNorm:
-    """|G_i - target_i| by autograd through the weights, torch.optim.Adam, the sum restored."""
+    """Weights minimize |G_i - target_i| by autograd and torch.optim.Adam, and keep their sum."""
 
     def __init__(self, known: str) -> None:
         self.by_task = {t: nn.Parameter(torch.ones(()).double()) for t in TASKS}
@@ -249,7 +249,7 @@ def test_the_order_of_the_tasks(name: str, labels: str) -> None:
 @EVERY
 @pytest.mark.parametrize("first", [4, 5, 7])
 def test_a_resumed_run(name: str, first: int) -> None:
-    """It is bit-equal, even from the middle of the epoch that sets the nadirs."""
+    """A resumed run has the same bits, even from the middle of the epoch that sets the nadirs."""
     weighting, resumed = WEIGHTINGS[name](), WEIGHTINGS[name]()
     weights_of(weighting, steps_of()[:first], "own")
     weights_of(resumed, steps_of("some"))
@@ -287,7 +287,7 @@ def test_a_state_from_another_device(name: str) -> None:
     step.surgery = Surgery()
     weights = weights_of(weighting, [step])[0]
     assert {weight.device.type for weight in weights.values()} == {"meta"}
-    if name != "DynamicWeightAverage":  # It reads the means of an epoch that ends.
+    if name != "DynamicWeightAverage":  # That one reads the means of a finished epoch.
         weighting.start_epoch(2)
 
 
@@ -314,7 +314,7 @@ def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("known", ["all", "own"])
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_a_non_finite_loss(name: str, known: str, wrong: float) -> None:
-    """It spoils neither the weights of other tasks nor the state, not even in the first step."""
+    """Such a loss spoils neither other tasks' weights nor the state, even in the first step."""
     weighting = WEIGHTINGS[name]()
     steps = steps_of()
     for step in (steps[0], steps[4]):
@@ -356,7 +356,7 @@ def test_micro_batches_and_a_scaler_change_nothing(
 
 
 def test_representations() -> None:
-    """Ranks and captured steps compare weightings by them."""
+    """Ranks and captured steps compare weightings by their representations."""
     for make in WEIGHTINGS.values():
         kind = type(make())
         shown = repr(cs.FAMO(minima={"a": 1.0}) if kind is cs.FAMO else make())
@@ -366,7 +366,7 @@ def test_representations() -> None:
 
 @BOTH_PHASES
 def test_uncertainty_weights(schedule: cs.Schedule) -> None:
-    """L / (2 s^2) + log s and L / s^2 + log s: each log s follows its own loss from 0 on."""
+    """L / (2 s^2) + log s or L / s^2 + log s; each log s starts at 0 and follows its own loss."""
     weighting, setup = cs.UncertaintyWeights(KINDS), Setup()
     setup.optimizer = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
     losses = setup.start(schedule=schedule, weighting=weighting).step(setup.closure(0))
@@ -391,7 +391,7 @@ def test_uncertainty_weights_of_a_loss_in_bfloat16() -> None:
 
 
 def test_dynamic_weight_average() -> None:
-    """R = (1/2, 1) after means (4, 2) and (2, 2); K exp(r / T) / sum exp(r / T)."""
+    """Weights are K exp(r / T) / sum exp(r / T); r = (1/2, 1) after means (4, 2) and (2, 2)."""
     weighting = cs.DynamicWeightAverage(temperature=0.5)
     equal, shares = {"a": 1.0, "b": 1.0}, {"a": math.exp(1.0), "b": math.exp(2.0)}
     fitted = {task: 2 * share / sum(shares.values()) for task, share in shares.items()}
@@ -410,7 +410,7 @@ def test_dynamic_weight_average() -> None:
 
 
 def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
-    """They sum to one; their logarithms' differences have the variance 2."""
+    """Weights sum to one; differences of their logarithms have the variance 2."""
     weighting, count = cs.RandomWeights(seed=5), 2000
     steps = [cs.Step(number, tuple(TASKS)) for number in range(count)]
     drawn = torch.stack([torch.stack([weighting.weigh(t, ONE, s) for t in TASKS]) for s in steps])
@@ -459,9 +459,9 @@ def test_weights_of_small_and_negative_losses() -> None:
 
 @pytest.mark.parametrize("wrong", [0.0, -10.0])
 def test_nadirs_of_tchebycheff(wrong: float) -> None:
-    """The first positive mean, from the warm-up's last epoch on, is the nadir; until then, L = n.
+    """The nadir n is the first positive mean from the warm-up's last epoch on; until then, n = L.
 
-    A return to the warm-up forgets it.
+    A return to the warm-up discards the nadir.
     """
     weighting = cs.SmoothTchebycheff(warmup=1)
     for epoch, losses, expected in (
@@ -510,7 +510,7 @@ def learned(
 
 
 def test_gradnorm_weights_stay_positive() -> None:
-    """A gradient should be far smaller than it is; Adam alone would make its weight negative."""
+    """A gradient is far above its target norm; Adam alone would make its weight negative."""
     weighting = cs.GradNorm(alpha=3.0, lr=0.5)
     weights, least = [1.0, 1.0], []
     for number in range(30):
@@ -522,7 +522,7 @@ def test_gradnorm_weights_stay_positive() -> None:
 
 
 def test_gradnorm_learns_from_positive_losses() -> None:
-    """It learns neither before a task's first positive loss nor in steps with a negative loss."""
+    """Weights stay until a task's first positive loss, and in steps with a negative loss."""
     for first in (0.0, -1.0):
         weighting = cs.GradNorm()
         assert learned(weighting, {"a": first, "b": 2.0}, [4.0, 1.0]) == [1.0, 1.0]
@@ -550,7 +550,7 @@ class Noting(cs.Weighting):
 
 
 def test_known_losses() -> None:
-    """`step` knows one task's loss, one pass for all knows all, and micro-batches know none."""
+    """A pass per task knows one loss, a pass for all tasks knows all, micro-batches none."""
     model, loss, opt = started_problem(cs.Sum(), weighting=Noting())
     for call, expected in (
         (lambda: opt.step(loss), [{"a"}, {"b"}]),
@@ -581,7 +581,7 @@ def test_first_micro_batches_of_backward_weigh_each_task_by_its_own_loss() -> No
 
 @BOTH_PHASES
 def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
-    """They use the step's batch, in the order of the call, and change nothing else.
+    """Losses are computed on the step's batch, in the order of the call, and change nothing else.
 
     Random numbers, such as dropout's, repeat those of the passes. Statistics of modules that first
     run in a later step come only from training passes.
@@ -614,7 +614,7 @@ def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
 
 
 def test_a_closure_that_fails_after_the_step() -> None:
-    """The step counts, buffers keep its changes, and the next step works."""
+    """The step still counts, buffers keep its changes, and the next step works."""
     (setup, opt), (other, reference) = (started(cs.PCGrad(), weighting=cs.FAMO()) for _ in "ab")
     calls = []
 

@@ -80,7 +80,7 @@ class Setup:
         return self.loss_of(self.trunk(self.x), task)
 
     def loss_of(self, output: object, task: str) -> Tensor:
-        """The mean of the outputs times random numbers, which are opposed to the first task's."""
+        """The mean of the outputs times random factors, which partly oppose the first task's."""
         maps = [*output.values()] if isinstance(output, dict) else output
         total = torch.zeros((), dtype=torch.float64)
         for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):

@@ -137,7 +137,7 @@ def _operator(name: str, device: str) -> float:
                 results = _call(name, copies)
             first = first or results
             if not all(torch.equal(a, b) for a, b in zip(first, results, strict=True)):
-                raise WrongError(f"run {run + 1} gave other bits than run 1, with {dtype}")
+                raise WrongError(f"runs 1 and {run + 1} differ bitwise, with {dtype}")
         for number, (result, right) in enumerate(zip(first, expected, strict=True)):
             error = _error(result, right)
             limit = LIMITS.get(result.dtype, 0.0)

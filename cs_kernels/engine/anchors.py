@@ -81,8 +81,8 @@ class Anchors:
         free = [t for t in keeps.tasks if t not in present and not self._kept.get(t)]
         if free:
             warnings.warn(
-                f"losses should have {free[0]!r} as long as no gradient of it is kept: this update"
-                " is not constrained by it; due_tasks has the tasks whose losses a step needs",
+                f"losses should contain {free[0]!r}, because no gradient of it is kept yet: it does"
+                " not constrain this update; due_tasks lists the tasks whose losses a step needs",
                 stacklevel=2,
             )
         self._fresh = {t: ranks.keep(t, ranks.gradients.row_of(t), keeps.device) for t in present}

@@ -62,8 +62,8 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
             for task in tasks:
                 if task not in norm.tasks:
                     raise ValueError(
-                        f"tasks must be known to every task-specific normalization of trunk:"
-                        f" {name or 'trunk itself'} knows {list(norm.tasks)}, got {task!r}"
+                        f"every task-specific normalization of trunk must have all tasks, but"
+                        f" {name or 'trunk itself'} has {list(norm.tasks)}, got {task!r}"
                     )
     check_method(method, trunk, tasks)
 

@@ -238,8 +238,8 @@ class Features:
             leaves = {node.variable for node in past if is_leaf(node)}
             raise ValueError(
                 "losses must depend on the trunk through features alone, or part of a gradient"
-                f" would not be weighted, but the loss of {task!r} depends on"
-                f" {self._described(leaves)} past the features: pass every output of the trunk that"
+                f" would not be weighted, but the loss of {task!r} also depends on"
+                f" {self._described(leaves)} without them: pass every output of the trunk that"
                 " a loss depends on; for a tied weight, call backward without features"
             )
         return reached
@@ -261,9 +261,9 @@ class Features:
                 other = found.setdefault(leaf, task)
                 if other != task:
                     raise ValueError(
-                        "features must lie behind every shared parameter that several losses reach,"
-                        " or its gradients would not be weighted: the losses of"
-                        f" {other!r} and {task!r} depend on {self._described({leaf})} past them"
+                        "features must come after every shared parameter that several losses reach,"
+                        " or its gradients would not be weighted, but the losses of"
+                        f" {other!r} and {task!r} depend on {self._described({leaf})} after them"
                     )
 
     def head_passes(self, losses: Mapping[str, Tensor], checks: PassChecks) -> None:

@@ -175,7 +175,7 @@ class LoopGuard:
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
                 f" set them to None first, but the gradients of {first_of(names)}"
-                " come from a loss of your own (or of another optimizer's): add this loss to a"
+                " come from a loss outside this MultiTaskOptimizer: add this loss to a"
                 " task's, or call its backward() between opt.backward(...) and optimizer.step(); or"
                 " drop it by zero_grad(). (Clipping belongs before optimizer.step(), too;"
                 " get_total_norm reads a norm)"

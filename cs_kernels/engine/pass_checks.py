@@ -40,8 +40,8 @@ _MOST_CHECKS = 4
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
-    "use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
-    " what leads to z once"
+    "use step(closure), which has a graph per task, or backward(losses, features=z), which runs"
+    " the backward pass before z once"
 )
 
 
@@ -278,8 +278,8 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
     # `torch.autograd.grad`, which leaves `.grad` alone, does not support reentrant checkpointing.
     if any(map(is_reentrant, shared)):
         warnings.warn(
-            "reentrant checkpointing hides what backward passes do, so parts that act once per pass"
-            " are not looked for: use checkpoint(..., use_reentrant=False)",
+            "reentrant checkpointing prevents the check that backward passes are repeatable: use"
+            " checkpoint(..., use_reentrant=False)",
             stacklevel=2,
         )
         return _SharedPart({}, is_half=False)
@@ -340,9 +340,9 @@ def _check_repeatable(
     for t, before, after, leak, norm in zip(targets, first, second, leaks, norms, strict=True):
         if leak > 0:
             raise RuntimeError(
-                "backward makes a pass per task through one graph, so what a pass adds by itself"
-                f" would count once per task, got a gradient of norm {leak:.3g} for {names[t]} in"
-                f" a pass of {task!r} with a gradient of zero{remedy}"
+                "backward makes a pass per task through one graph, so a gradient that the pass"
+                f" itself adds would count once per task: a pass of {task!r} that started from zero"
+                f" gave {names[t]} a gradient of norm {leak:.3g}{remedy}"
             )
         if before is None or after is None:
             difference = norm + _norm(after)

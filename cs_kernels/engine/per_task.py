@@ -73,7 +73,7 @@ def observe_again(
             return sum(losses[1:], losses[0])
 
     note = (
-        f"the step has been made: {weighting!r} computes losses again after it, without gradients;"
+        f"the step is complete: {weighting!r} computes losses again after it, without gradients;"
         " with reevaluate=False, it takes the losses of the next step"
     )
     with noted(note):

@@ -58,8 +58,8 @@ def _plain_norm_in_training(loop: "Engine") -> str | None:
 
 
 WOULD_FORGET = (
-    "step would forget the gradients of backward(..., update=False): end these with backward(...),"
-    " or forget them by optimizer.zero_grad(), first"
+    "step would drop the gradients of backward(..., update=False): call backward(...) first, which"
+    " makes their update, or optimizer.zero_grad(), which drops them"
 )
 _AGAIN = (
     "weighting must not compute losses again {where}, got {{found!r}}: use FAMO(reevaluate=False)"
@@ -68,8 +68,8 @@ _KEPT = "method must not keep gradients for {where}, got {{found!r}}: use step o
 
 _ONE_PROCESS = {
     TOGETHER: "process_group must be None for step_together, got {loop.ranks.size} ranks: use step",
-    CAPTURED: "process_group must be None for a captured step, got {loop.ranks.size} ranks, which"
-    " agree on every step on their hosts",
+    CAPTURED: "process_group must be None for a captured step, got {loop.ranks.size} ranks, whose"
+    " hosts exchange messages in every step",
 }
 
 TABLE = (
@@ -130,8 +130,8 @@ TABLE = (
         "`GradDrop()` on many ranks",
         lambda loop: loop.ranks.is_distributed and isinstance(loop.method, GradDrop),
         {
-            FEATURES: "method must not draw a number for each element for backward with features on"
-            " many ranks, where each rank has other elements, got {loop.method!r}",
+            FEATURES: "method must not draw a number for each element in backward with features on"
+            " many ranks, because each rank has other samples, got {loop.method!r}",
             **_ONE_PROCESS,
         },
     ),
@@ -140,15 +140,15 @@ TABLE = (
         lambda loop: loop.method.update_every if loop.method.update_every > 1 else None,
         {
             CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r}:"
-            " steps that solve differ from those between, so use step"
+            " steps that solve for weights run other kernels than those that reuse them: use step"
         },
     ),
     Feature(
         "`backward=`",
         lambda loop: loop.graph.backward,
         {
-            FEATURES: "backward must be None for backward with features, whose passes end there,"
-            " got {found!r}",
+            FEATURES: "backward must be None with features, where the heads' passes end, got"
+            " {found!r}",
             CAPTURED: "backward must be None for a captured step, got {found!r}: it may run Python"
             " code in every step",
         },
@@ -157,8 +157,8 @@ TABLE = (
         "`count_conflicts`",
         lambda loop: loop.monitor.counter,
         {
-            FEATURES: "count_conflicts needs gradients of all shared parameters, got features in"
-            " backward, whose passes end there: leave them out, or end counting by"
+            FEATURES: "count_conflicts needs gradients of all shared parameters, got features,"
+            " where the heads' passes end: leave them out, or end counting by"
             " count_conflicts(None)",
             TOGETHER: "count_conflicts needs all gradients of the tasks, got step_together, which"
             " never has them: use step, or end counting by count_conflicts(None)",

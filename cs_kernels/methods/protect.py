@@ -93,7 +93,9 @@ class Protect(GramianMethod):
             if not isinstance(task, str):
                 raise TypeError(f"levels must have names of tasks as keys, got {task!r}")
             if task in self.levels:
-                raise ValueError(f"levels must leave out the protected {task!r}, got {level}")
+                raise ValueError(
+                    f"levels must not contain {task!r}, which is already protected, got {level}"
+                )
             self.levels[task] = checked_integer(f"levels[{task!r}]", level, 0)
         if 0 not in self.levels.values():
             raise ValueError(f"tasks must name a protected task, got {tasks} and levels={levels}")
@@ -130,7 +132,8 @@ class Protect(GramianMethod):
             raise ValueError(f"method must name tasks among {list(tasks)}, got {unknown[0]!r}")
         if not any(self._level_of(tasks)):
             raise ValueError(
-                f"method must leave tasks unprotected, but {self!r} protects all of {list(tasks)}"
+                f"method must leave at least one task unprotected, but {self!r} protects all of"
+                f" {list(tasks)}"
             )
 
     def _level_of(self, tasks: Sequence[str]) -> list[int]:

@@ -56,7 +56,7 @@ class SAGO(Method):
         if self.task not in tasks:
             raise ValueError(f"method must name a task among {list(tasks)}, got {self.task!r}")
         if len(tasks) == 1:
-            raise ValueError(f"tasks must name another task than {self.task!r} for {self!r}")
+            raise ValueError(f"{self!r} needs at least one task besides {self.task!r}, got none")
 
     @property
     def layerwise(self) -> bool:

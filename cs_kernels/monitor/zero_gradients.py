@@ -42,9 +42,9 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
         names = [name for name, _, _ in suspects]
         warnings.warn(
             f"the gradient of {task!r} is zero in every element of {first_of(names)},"
-            f" which {owner!r} alone would train: they count as shared, so the method"
-            f" changes their gradients. If the loss has a term like 0 * sum(parameters), remove it;"
-            " parameters without a gradient are no error here",
+            f" which only {owner!r} trains: they count as shared, so the method changes their"
+            " gradients. If the loss has a term like 0 * sum(parameters), remove it; a parameter"
+            " may have no gradient",
             stacklevel=2,
         )
     return True

@@ -83,21 +83,21 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
         contains_norm = any(isinstance(own, _BatchNorm) for own in child._modules.values())
         if contains_norm and isinstance(child, _ConvNd | nn.Linear):
             raise ValueError(
-                f"module must not be fused for quantization before the conversion, got"
-                f" {type(child).__name__} at {name or 'module'!r}, which reads its normalization"
-                " itself: convert first, and fuse what extract_task returns"
+                f"module must not be fused for quantization before the conversion, got the fused"
+                f" {type(child).__name__} {name or 'module'!r}: convert first, then fuse the"
+                " network that extract_task returns"
             )
         # BatchNorms inside a TaskBatchNorm count too: the module may already be converted.
         has_batch_norm = has_batch_norm or isinstance(child, _BatchNorm)
         if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(
-                f"module must have run once before the conversion, got {name or 'module'},"
-                f" a {type(child).__name__} that does not know its size"
+                f"module must have run once before the conversion, got {name or 'module'}, an"
+                f" uninitialized {type(child).__name__}"
             )
         if isinstance(child, TaskBatchNorm) and child.tasks != tasks:
             raise ValueError(
-                f"tasks must be {list(child.tasks)}, for which {name or 'module'} is already"
-                f" converted, got {list(tasks)}"
+                f"{name or 'module'} is already converted for the tasks {list(child.tasks)}, got"
+                f" {list(tasks)}"
             )
         if "norm" in type(child).__name__.lower():
             norm_counts[type(child).__name__] += 1

@@ -65,7 +65,7 @@ class TaskBatchNorm(nn.Module):
 
         """
         if hasattr(self, task):
-            raise ValueError(f"tasks must not be named like an attribute of a module, got {task!r}")
+            raise ValueError(f"a task must not have the name of a module attribute, got {task!r}")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class TaskBatchNorm(nn.Module):
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if tracing or (args and isinstance(args[0], torch.fx.Proxy)):
             raise RuntimeError(
-                "a trace would fix the active task for good: trace the network of one task,"
+                "tracing would hard-code the active task: trace the network of one task,"
                 " extract_task(network, task)"
             )
         if self.active is None:

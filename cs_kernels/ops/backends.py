@@ -162,7 +162,7 @@ def _select(device: str | None) -> Backend:
     backend = _runnable(requested, source)
     if not backend.computes_on(device):
         raise RuntimeError(
-            f"{source} {requested!r} computes on {', '.join(backend.devices or ())} tensors,"
+            f"{source} {requested!r} supports only {', '.join(backend.devices or ())} tensors,"
             f" got {device or 'other'} tensors"
         )
     return backend

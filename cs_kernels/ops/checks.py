@@ -158,7 +158,9 @@ def check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
 
 def check_layer_count(layers: int, updates: Tensors, dims: Ints, groups: Ints, name: str) -> None:
     if layers > len(updates):
-        raise ValueError(f"{name} must be at most {len(updates)}, one per update, got {layers}")
+        raise ValueError(
+            f"{name} must have at most {len(updates)} entries, one per update, got {layers}"
+        )
     check_count(len(dims), layers, "out_channel_dims", "one per layer")
     check_count(len(groups), layers, "groups", "one per layer")
 

@@ -42,9 +42,9 @@ except ImportError as error:
     unavailable = f"cs_kernels._C cannot be imported: {error}"
     if isinstance(error, ModuleNotFoundError):
         sources = Path(__file__).parents[2]
-        unavailable += " (it was not compiled; an install with CS_KERNELS_NATIVE=1 shows why"
+        unavailable += " (not compiled; install with CS_KERNELS_NATIVE=1 to see why"
         in_sources = (sources / "setup.py").exists()
-        unavailable += f"; outside {sources}, an installed package is used)" if in_sources else ")"
+        unavailable += f"; to use an installed package, leave {sources})" if in_sources else ")"
 else:
     from cs_kernels import _C
 
@@ -207,7 +207,7 @@ class Operands:
             self.native = _C.Operands(*arguments)
             if self.native.unfit:
                 device = self.outputs[0].device
-                raise ValueError(f"{name} must have memory, got tensors on {device}")
+                raise ValueError(f"{name} must be on a device with memory, got {device}")
         self._grad_copies: list[Tensor] = []  # Kept alive, because kernels have only addresses.
         for index in self.native.misfits:
             grad = grads[index]

@@ -68,9 +68,9 @@ class Failures:
             numbers, rank = self._transport.numbers, self._transport.rank
             if _is_of_collective(error):
                 late = RankError(
-                    f"rank {numbers[rank]} waited in vain for another rank in step {number()}:"
-                    " a rank has ended, or has not reached this step within the timeout of the"
-                    f" process group; {text_of(error)}"
+                    f"rank {numbers[rank]} timed out while it waited for another rank in step"
+                    f" {number()}: a rank has ended, or has not reached this step within the"
+                    f" timeout of the process group; {text_of(error)}"
                 )
                 late.__cause__, error = error, late
             try:

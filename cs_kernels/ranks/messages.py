@@ -84,7 +84,7 @@ class Messages:
         self.facts = Facts((*named,), named, max(message["passes"] for message in messages))
         if not union:
             self.failures.raise_on_all(
-                RankError("tasks must name at least one task on some rank, got none on all")
+                RankError("tasks must name at least one task on some rank, got none on any")
             )
         self._strategy.check_tasks(call)
         if any(message["unchecked"] for message in messages):

@@ -50,7 +50,7 @@ def find_layout(
         if weight.is_complex():
             reasons[weight] = f"its weight is {weight.dtype}"
         if len(channel_layouts) > 1:
-            reasons[weight] = f"{', '.join(names)} have other dimensions for their outputs"
+            reasons[weight] = f"{', '.join(names)} differ in the dimension of their channels"
         if reasons[weight]:
             continue
         layers.append(
@@ -100,7 +100,7 @@ def _norm_of(
         return None, f"several normalizations follow: {', '.join(sorted(norms))}"
     others = {norm for layer in layers for norm in watcher.other_channels.get(layer, ())}
     if others:
-        return None, f"{', '.join(sorted(others))} normalizes other channels than its outputs"
+        return None, f"{', '.join(sorted(others))} normalizes another dimension than its channels"
     return None, "no task-specific normalization takes its output"
 
 
@@ -112,7 +112,7 @@ def _unsuitable(name: str, norms: Sequence[nn.Module], channels: int) -> str:
     if any("weight" not in norm._parameters for norm in norms):
         return f"{name} has a scale that is not a parameter"
     if any(variance is not None and variance.numel() != channels for variance in variances):
-        return f"{name} has other channels than its {channels} outputs"
+        return f"{name} does not have the {channels} channels of its outputs"
     return ""
 
 

@@ -17,7 +17,7 @@ from cs_kernels.trunk.statistics import RunningStatistics
 from cs_kernels.trunk.watcher import Ran, Watcher
 
 _REASONS: dict[Ran | None, str] = {
-    "not": "no layer of trunk ran in this pass, but perhaps one of a copy, or one ran before it",
+    "not": "no layer of trunk ran in this pass: did a copy of trunk run, or trunk before the pass?",
     "without gradients": "its layers ran without gradients, as under torch.no_grad() or frozen",
     "with gradients": "its layers ran, but their output was detached on the way to the loss",
     None: "its features were detached, or computed without gradients or with a copy of the trunk,"
@@ -171,8 +171,8 @@ class Trunk:
             self.trains = []  # The next step checks again.
             raise ValueError(
                 "trunk must keep the parameters that it had when MultiTaskOptimizer was built, got"
-                f" {f'another one as {new_names[0]}' if new_names else 'fewer'}: build a new one,"
-                " and load the state_dict of this one if the names are the same"
+                f" {f'a new parameter {new_names[0]}' if new_names else 'fewer'}: build a new"
+                " MultiTaskOptimizer, and load this one's state_dict if the names are the same"
             )
 
     def _first_use(self, module: nn.Module, task: str) -> None:

@@ -58,8 +58,8 @@ class RandomWeights(Weighting):
 
         """
         raise ValueError(
-            f"weighting must change on the device alone in a captured step, got {self!r}, which"
-            " draws on the host"
+            f"weighting must be computed on the device in a captured step, got {self!r}, which"
+            " draws random numbers on the host"
         )
 
     def __repr__(self) -> str:

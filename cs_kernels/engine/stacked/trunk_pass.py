@@ -237,8 +237,8 @@ class TrunkPass:
         """Normalizes each task's part with that task's module."""
         if not self._stack.runs:
             raise ValueError(
-                "forward must run trunk by run, which repeats the batch for every task, but a"
-                " task-specific normalization was run in another way"
+                "forward must call run(...) in place of trunk(...), because run repeats the batch"
+                " for every task, but a task-specific normalization ran outside run"
             )
         given = (kwargs.pop("input"),) if "input" in kwargs else args
         x, rest = given[0], given[1:]
