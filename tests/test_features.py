@@ -462,11 +462,15 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     r"features\[0\] depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
     "a loss must depend on features, but the loss of 'c'": _tokens(lambda z: z.tanh()),
     # A skip connection, a tied weight, a layer's second use, another forward pass.
-    ALONE + "'b' also depends on trunk.embed.(weight|bias)": _past(lambda n: n.trunk.embed(n.x).mean()),
+    ALONE + "'b' also depends on trunk.embed.(weight|bias)": _past(
+        lambda n: n.trunk.embed(n.x).mean()
+    ),
     ALONE + "'b' also depends on trunk.embed.weight": _past(
         lambda n: n.trunk.embed.weight.square().sum()
     ),
-    ALONE + "'b' also depends on .*norm": _past(lambda n: n.trunk.norm(torch.arange(8).double()).std()),
+    ALONE + "'b' also depends on .*norm": _past(
+        lambda n: n.trunk.norm(torch.arange(8).double()).std()
+    ),
     ALONE + r"'b' also depends on a leaf of shape \(4, 3, 5\) without": _past(lambda n: n.x.sum()),
     ALONE + "'b' also depends on a leaf of shape": _hidden,
     ALONE + r"'a' also depends on trunk\.\w+": lambda n: (n.losses(z := n.features()), z[1]),
