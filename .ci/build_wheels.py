@@ -1,12 +1,12 @@
-"""Builds a wheel with CUDA kernels for every Python that is to be had, and uses each.
+"""Builds a wheel with CUDA kernels for every available Python, and tests each wheel.
 
-Another wheel, without compiled kernels, is for every other platform.
+A further wheel, without compiled kernels, serves all other platforms.
 
     build_wheels.py [--require-torch] [--no-pure] [PYTHON ...]
 
-Kernels do not depend on Python: they are compiled once, for the first wheel. The compilers' output
-is in build/wheel.log. The wheels are in dist, tagged for every Linux that is at least as new as
-what their symbols need.
+Kernels do not depend on Python, so they are compiled once, for the first wheel. The compilers'
+output goes to build/wheel.log, and the wheels to dist, with the tag of the oldest Linux that has
+their symbols.
 """
 
 import argparse
@@ -23,8 +23,8 @@ VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 
 _ROOT = Path(__file__).resolve().parents[1]
 
-# A Python that can be built for: pyenv's commands exist for versions that are not, and Debian's
-# lack the headers, or what makes an environment.
+# Checks that a Python works and has headers, ensurepip and venv: pyenv has commands for versions
+# that are not installed, and Debian's Pythons may lack the other parts.
 _PROBE = """
 import ensurepip, pathlib, sys, sysconfig, venv
 assert pathlib.Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -33,7 +33,7 @@ print(f"{sys.version_info[0]}.{sys.version_info[1]}")
 
 
 def _version(python: str) -> str | None:
-    """The version of a Python that a wheel can be built for."""
+    """The version of a Python, or None if no wheel can be built for it."""
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError:
@@ -42,7 +42,7 @@ def _version(python: str) -> str | None:
 
 
 def _find(version: str) -> str | None:
-    """A Python on the path or from pyenv."""
+    """Finds a Python of this version on the path or in pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     installed = sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
     for python in (f"python{version}", *map(str, installed)):
@@ -70,7 +70,7 @@ def _must(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def _install_torch(python: Path) -> bool:
-    """Whether a build for the CPU is to be had; any other brings gigabytes of CUDA libraries."""
+    """Installs torch's CPU build, if one exists; other builds bring gigabytes of CUDA libraries."""
     pin = re.search(r"^torch==(\S+)$", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin is not None
     done = _pip(python, "install", "--quiet", f"torch=={pin[1]}+cpu")
@@ -81,9 +81,9 @@ def _install_torch(python: Path) -> bool:
 
 
 def _build(python: Path, log: Path, folder: Path, **variables: str) -> Path:
-    """A wheel for this machine; the compilers' output is appended to the log.
+    """Builds a wheel for this machine, and appends the compilers' output to the log.
 
-    An extra index is for torch: what builds the wheel comes from the package index alone.
+    Build requirements come from the package index alone; an extra index serves only torch.
     """
     command = ("wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), ".")
     done = _pip(python, *command, PIP_EXTRA_INDEX_URL="", **variables)
@@ -95,9 +95,9 @@ def _build(python: Path, log: Path, folder: Path, **variables: str) -> Path:
 
 
 def _repair(wheel: Path) -> Path:
-    """The wheel in dist, with a manylinux tag.
+    """Copies the wheel to dist, with a manylinux tag.
 
-    The loader takes the OpenMP of torch, which is in memory by then: a copy in the wheel would be a
+    The loader uses torch's OpenMP, which is already in memory; a copy in the wheel would start a
     second pool of threads.
     """
     dist, tools = _ROOT / "dist", Path(sys.executable).parent
@@ -120,7 +120,7 @@ def _repair(wheel: Path) -> Path:
 
 
 def _use(python: Path, *arguments: str) -> str:
-    """Uses the installed wheel, without the sources and the caller's path."""
+    """Tests the installed wheel, isolated from the sources and from the caller's path."""
     used = subprocess.run(
         [python, "-I", _ROOT / ".ci/check_wheel.py", *arguments],
         cwd=python.parent,
@@ -134,7 +134,7 @@ def _use(python: Path, *arguments: str) -> str:
 
 
 def _pure(python: Path, log: Path, folder: Path) -> None:
-    """Puts a wheel without compiled kernels into dist, and uses it; torch is installed."""
+    """Builds a wheel without compiled kernels into dist, and tests it; needs torch installed."""
     wheel = _build(python, log, folder, CS_KERNELS_NATIVE="0", CS_KERNELS_CUDA="0")
     _must(_pip(python, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)))
     print(f"{wheel.name}: {_use(python, '--pure')}", flush=True)
@@ -142,7 +142,7 @@ def _pure(python: Path, log: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Exits with a message if a wheel cannot be built or used, or if there is no Python."""
+    """Builds all wheels; exits with a message if a wheel fails, or if no Python is found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--require-torch", action="store_true", help="to use every wheel with")
     parser.add_argument("--no-pure", action="store_true", help="only wheels for this platform")
@@ -161,8 +161,8 @@ def main() -> None:
     if not pythons:
         sys.exit(f"there must be one of Python {', '.join(VERSIONS)}, with its headers")
     build = Path(os.environ.setdefault("CS_KERNELS_BUILD", "build/compiled"))
-    # CMake keeps the architectures of the first build in a folder, and setuptools keeps modules
-    # that the sources no longer have.
+    # In a used folder, CMake keeps the architectures of the first build, and setuptools keeps
+    # modules that the sources no longer have.
     for folder in (_ROOT / "dist", _ROOT / build, *(_ROOT / "build").glob("lib*")):
         shutil.rmtree(folder, ignore_errors=True)
     log = _ROOT / "build" / "wheel.log"

@@ -1,7 +1,7 @@
-"""Uses an installed wheel: `python check_wheel.py [--alone | --pure]`.
+"""Tests an installed wheel: `python check_wheel.py [--alone | --pure]`.
 
-The wheel has CUDA kernels; a pure one has no compiled module. Alone, the compiled module is loaded
-without the package, whose import needs torch.
+By default, the wheel must have CUDA kernels; with `--pure`, it must have no compiled module.
+`--alone` loads the compiled module without the package, whose import needs torch.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ def _alone() -> ModuleType:
 
 
 def check_alone() -> str:
-    """The module loads, and a kernel computes on memory without torch."""
+    """Checks that the module loads, and that a kernel computes on memory without torch."""
     module = _alone()
     weight, energies = array("f", [3, 4, 0, 2]), array("d", [0, 0])
     module.channel_energies(
@@ -43,13 +43,13 @@ def check_alone() -> str:
 
 
 def check_tag(expected: str) -> None:
-    """Installers take the wheel wherever it runs."""
+    """Checks the tag, by which installers choose the wheel."""
     tags = importlib.metadata.distribution("cs_kernels").read_text("WHEEL") or ""
     assert expected in tags, tags
 
 
 def check(*, pure: bool) -> str:
-    """The package imports, an operator computes, and the report names what is there."""
+    """Checks that the package imports, an operator computes, and the report lists the kernels."""
     import torch
 
     import cs_kernels as cs

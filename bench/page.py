@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/, and the plots, from the records.
+"""Writes the plots and the tables of README.md and docs/ from the records.
 
 Times and memory are in bench/results/, trainings over several seeds in examples/results/uses/.
 
@@ -70,8 +70,7 @@ TABLES = {
         all-gather={all-gather:.3f} | all-reduce={all-reduce:.3f} | control, bytes={control:.0f}
         peak={peak:.2f} | kept={kept:.2f}""",
 }
-"""`header=cell` per column; a cell may have several forms, of which the first is used that has all
-its fields in the case."""
+"""`header=cell` per column; of a cell's forms, the first is used whose fields are in the case."""
 NETWORKS = {"resnet18": "ResNet-18", "small": "small"}
 MARKS = {
     "cs_kernels": ("cs_kernels", "o", True),
@@ -92,7 +91,8 @@ WAYS = {
 }
 """By step of `price`: the library, the marker and the label in the picture of ResNet-18.
 
-TorchJD has two more ways, slower than the first of these and larger than the second.
+TorchJD has two further variants, one slower than its first here, one with more memory than its
+second.
 """
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
@@ -190,11 +190,11 @@ HELPS = {
         {"Sum, times 10": "ten times the loss to keep, three times the steps,"},
     ),
 }
-"""By problem: its file, rows and column in the records; rows with surgery, and rows without."""
+"""By problem: file, prefix of rows, and column of the records; rows with and without surgery."""
 
 
 def trainings() -> str:
-    """What surgery gains on each problem, beside what the plain sum gains in another way."""
+    """The gains of surgery on each problem, beside gains of the plain sum by other means."""
     rows = []
     for problem, ((file, prefix, column), *ways) in HELPS.items():
         lines = [
@@ -212,7 +212,7 @@ def trainings() -> str:
 
 
 def contents(name: str) -> list[str]:
-    """A table, and the sources of its records."""
+    """A table, followed by a note on its records."""
     if name == "helps":
         note = (
             "Five seeds: means ± half of the 95 % interval, or a median (minimum to maximum). Where"
@@ -291,7 +291,7 @@ def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:
 def panels_of_times(name: str) -> dict[str, dict[str, dict[str, float]]]:
     """Times by panel, row and label: Phase 2 in all cases, or all methods in the main case.
 
-    A panel of Phase 2 is a dtype.
+    For Phase 2, each dtype has a panel.
     """
     cases = [c for c in last("phase2")["cases"] if c["network"] in NETWORKS]
     if name == "methods":
@@ -375,7 +375,7 @@ def draw_price() -> None:
                 color = style.LIBRARIES["limit"]
                 ax.plot(tasks, limit, "--", color=color)
                 lines["(1 + 2K) / 3"] = (limit[-1], color)
-            else:  # One line for both, since a step that solves keeps as many gradients.
+            else:  # The line above serves both: a step that solves keeps as many gradients.
                 del lines["update_every=10"]
             style.log(ax, "y")
             ax.grid(axis="y")
@@ -394,7 +394,7 @@ PANELS = {
     "peak_bytes": ("gradients", "MB", ".0f", (100, 1000)),
     "surgery": ("surgery alone", "ms", ".0f", (10, 100, 1000)),
 }
-"""Of the front's picture, by key of a row: title, unit, digits of a number, ticks."""
+"""Panels of the front's picture, by key of a row: title, unit, number format, ticks."""
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "va": "center"}
 
 

@@ -1,14 +1,13 @@
-"""Counts the bytes that a step on many ranks sends, and its gradients' memory, without timing.
+"""Counts the bytes that a step on many ranks sends, and its gradients' memory; measures no times.
 
     python bench/ranks.py [--quick]
 
 The benchmark trains ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo. It
-compares replicated ranks, ranks with `fully_shard`, and the textbook way, which all-reduces the
-whole gradient of every task. All ranks must have the same bits, and updates must agree with the
-textbook way. At features, where the trunk is not converted, the textbook way sums the Gramian of
-the features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task
-weights are from the first step. `--quick` uses a narrow network and 2 processes, and writes no
-record.
+compares replicated ranks, ranks with `fully_shard`, and the textbook loop, which all-reduces every
+task's whole gradient. All ranks must have the same bits, and updates must agree with the textbook
+way. At features, where the trunk is not converted, the textbook way sums the Gramian of the
+features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task weights
+are from the first step. `--quick` uses a narrow network and 2 processes, and writes no record.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ TOLERANCE = 1e-5
 
 
 def smooth_resnet18(width: int) -> nn.Module:
-    """ResNet-18 with smooth activations, which rounding cannot switch; its stem has `width`."""
+    """ResNet-18 with `width` stem channels; rounding cannot switch its smooth activations."""
     channels = tuple(width << n for n in range(4))
     options = {"num_classes": 0, "global_pool": "", "act_layer": nn.SiLU, "channels": channels}
     trunk: nn.Module = timm_model("resnet18", **options)
@@ -163,7 +162,7 @@ class Training:
         average(self.heads.parameters())
 
     def counted_step(self) -> dict[str, dict[str, tuple[int, float]]]:
-        """A step's collectives; their number must agree with the process groups' own counts."""
+        """Counts a step's collectives; their number must match the process groups' own counts."""
 
         def made() -> int:
             return sum(g._get_sequence_number_for_group() for g in dist.distributed_c10d._pg_map)
@@ -184,7 +183,7 @@ class Training:
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors, with shards gathered from all ranks."""
+    """The whole tensors, with shards gathered from all ranks."""
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
 
 
@@ -235,7 +234,7 @@ def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict
 
 
 def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The counts of several ranks, which must be equal, as must the bits of all parameters."""
+    """The counts, which must be equal on all ranks, as must the bits of all parameters."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from ranks import Ranks  # From tests/; this file is __main__.
 
@@ -252,7 +251,7 @@ def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str
 
 
 def check_formulas(c: dict[str, Any]) -> None:
-    """Compares counts with the formulas of docs/benchmarks.md, which leave out up to 3 %."""
+    """Compares counts with the formulas of docs/benchmarks.md, which omit up to 3 %."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):

@@ -19,7 +19,7 @@ KERNEL = re.compile(
     r" (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-# What is removed from demangled names.
+# Removed from demangled names.
 NAMESPACES_AND_ARGUMENTS = r"cs_kernels::cuda::|\(anonymous namespace\)::|^void |\(int\)|\(\w+\)$"
 
 if __name__ == "__main__":

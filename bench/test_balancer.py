@@ -26,7 +26,7 @@ EVERY = 10
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> None:
-    """Gradients of 4 M elements each, the size of a layer; together they exceed every cache."""
+    """Gradients have 4 M elements each, like a large layer; together they exceed every cache."""
     torch.set_num_threads(threads)
     count, numel = (2, 1 << 12) if quick else (6, 1 << 22)
     grads = [torch.randn(numel).to(dtype) for _ in range(count)]
@@ -61,7 +61,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
 
 
 class _Balanced(WholeStep):
-    """A step with a GradientBalancer, or a plain step; with `own`, it makes a pass per task."""
+    """A step with a GradientBalancer, or a plain step; `own` means one pass per task."""
 
     def __init__(
         self, network: str, tasks: int, every: int, batch: int, *, own: bool, plain: bool
@@ -103,7 +103,7 @@ class _Balanced(WholeStep):
         return memory.peak
 
     def check(self) -> None:
-        """The second step multiplies gradients by the task weights of the first step."""
+        """Checks that the second step multiplies gradients by the first step's task weights."""
         if not self.plain:
             self.trunk.eval()  # Passes must not change the statistics.
             self.step()

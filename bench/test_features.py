@@ -57,7 +57,7 @@ def test_features(report: Any, quick: bool, tasks: int) -> None:
         return lambda: training.opt.backward(losses, features=z if way == "features" else None)
 
     def check(way: str) -> None:
-        """The shared update is the gradient of the losses weighted by MGDA in float64."""
+        """Checks that the shared update is the gradient of losses weighted by MGDA in float64."""
         call(way)()
         found = [p.grad for p in shared if p.grad is not None]
         z = training.trunk(training.x)

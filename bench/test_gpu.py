@@ -1,8 +1,8 @@
 """Fused Phase 2 on a GPU against the peers, and against a copy of as many bytes just before.
 
 A step is timed by device events in two ways: replayed from a CUDA graph, which shows the time of
-the kernels, and launched from Python, which shows the time that a caller sees when nothing else is
-queued. Peers are launched from Python.
+the kernels, and launched from Python, which shows the time that a caller observes with an empty
+queue. Peers are launched from Python.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""UPGrad against TorchJD's fastest way in whole steps: time, memory and page faults.
+"""UPGrad against TorchJD's fastest variant in whole steps: time, memory and page faults.
 
 All steps take turns. A ratio is the median over the rounds, with its quartiles; TorchJD's fastest
-way is the one with the lowest median time.
+variant has the lowest median time.
 """
 
 import resource
@@ -62,7 +62,7 @@ def test_peers(report: Any, quick: bool, network: str, tasks: int) -> None:
     }
     steps = ours | {name: make(network, tasks) for name, make in PEERS.items()}
     for step in steps.values():
-        step.step()  # Our first passes are checked, so made one by one.
+        step.step()  # Our first step checks its passes, so it makes them one by one.
     updates = [step.found() for step in ours.values()]
     torch.testing.assert_close(*updates, rtol=1e-3, atol=1e-4 * float(updates[0].abs().max()))
     runs = {name: partial(_run, step) for name, step in steps.items()}

@@ -1,9 +1,9 @@
 """Whole training steps relative to the plain step, which makes one forward and one backward pass.
 
-The plain step's backward pass is of the summed loss. `test_price` compares with the peers,
-`test_limits` with the least time that exact gradients take: K backward passes after one forward
-pass cost (1 + 2K) / 3 plain steps, if the forward pass, the gradients of inputs and the gradients
-of weights cost the same. Every round begins with the plain step. A ratio is the median over the
+The plain step's backward pass is of the summed loss. `test_price` compares steps with the peers',
+`test_limits` with the lower bound for exact gradients: K backward passes after one forward pass
+cost (1 + 2K) / 3 plain steps, if the forward pass, the gradients of inputs and the gradients of
+weights cost the same. Every round begins with the plain step. A ratio is the median over the
 rounds.
 """
 
@@ -35,7 +35,7 @@ import cs_kernels as cs
 THREADS = 2
 EVERY = 10
 CYCLE = 2 * EVERY
-"""The steps of a run with `update_every`: two whole intervals, wherever the run begins."""
+"""The steps of a timed run with `update_every`: two whole intervals, whatever its first step."""
 KEEPING = ("PCGrad", "CAGrad", "UPGrad", "NashMTL")
 EXACT = ("PCGrad", "UPGrad")
 PEERS: dict[str, Callable[[str, int], WholeStep]] = {
@@ -62,7 +62,7 @@ def _check(row: WholeStep, expected: Tensor, tolerance: float = 1e-4) -> None:
 
 
 def _check_kept(row: WholeStep, weights: Tensor) -> None:
-    """The next step reuses the weights of the first one."""
+    """Checks that the next step reuses the weights of the first one."""
     row.optimizer.step()
     _check(row, weights @ row.rows())
 

@@ -2,7 +2,7 @@
 
 The network is the demo's on the CPU, and HRNet-18 with four tasks on a GPU. A row's surgery is all
 work between the backward passes and the optimizer. On a GPU, it is the time between two events,
-whether the device works or waits for the host.
+which includes waiting for the host.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
         if not quick:
             pytest.skip("there is no GPU")
         setting = replace(setting, device="cpu")
-        names = ["Phase 1", "Phase 2"]  # Enough to see that it runs.
+        names = ["Phase 1", "Phase 2"]  # Enough for a smoke test.
     backends = cs.available_backends()
     if setting.device == "cpu" or backends["triton"] or backends["cuda"]:
         names = [name for name in names if not name.endswith("triton")]  # Same as "Phase 2".

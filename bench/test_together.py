@@ -75,7 +75,7 @@ def training_of(
 
 
 def check(training: Training) -> None:
-    """Both ways make the same update, in float64."""
+    """Checks that `step` and `step_together` make the same update in float64."""
     updates = []
     state = {key: value.clone() for key, value in training.trunk.state_dict().items()}
     for way in WAYS:

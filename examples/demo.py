@@ -6,11 +6,11 @@
     torchrun --standalone --nproc-per-node=2 examples/demo.py ...
 
 Every row has the same network, initial weights, crops, number of batches and learning rate. As in
-the paper, Phase 1 has an optimizer step a task, and Phase 2 one for all tasks.
+the paper, Phase 1 makes one optimizer step per task, and Phase 2 one for all tasks.
 
-With torchrun, every process trains on its part of each batch that one process would draw, and the
-first one prints and writes. Batch normalization, and the shares of known pixels and of edges in the
-losses, are those of a part, so the results differ from those of one process.
+With torchrun, each batch is the one that a single process would draw; every process trains on its
+share, and the first one prints and writes. Batch normalization, and the shares of known pixels and
+edges in the losses, are computed per process, so results differ from a single process's.
 """
 
 import argparse
@@ -109,7 +109,7 @@ ROWS = {**ABLATION, **OTHERS}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one network together, and which of them this one is."""
+    """The processes that train one network together, and the rank of this one."""
 
     rank: int = 0
     size: int = 1
@@ -117,7 +117,7 @@ class Ranks:
 
 
 def start_ranks(device: str) -> Ranks:
-    """The processes that torchrun started, or this process alone, on their devices."""
+    """Joins the processes that torchrun started, or returns this process alone."""
     torch.set_default_device(device)
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
@@ -166,17 +166,17 @@ class Run:
         self.crops = Crops(scene, settings.crop, settings.batch, seed, ranks.rank, ranks.size)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
-        """By epoch and layer, the number of channels with each task as their top-priority task."""
+        """By epoch and layer, the number of channels with each task as top-priority task."""
         self.conflicts: list[dict[str, float]] = []
-        """By layer, the share of channel groups and other tasks in conflict, in joint steps."""
+        """By layer, the share of conflicts between channel groups and tasks, in joint steps."""
         self.modules: list[dict[str, float]] = []
-        """By module, the share of steps and pairs of tasks in conflict, in joint steps."""
+        """By module, the share of conflicts between tasks, in joint steps."""
         self.cosines: list[dict[str, float]] = []
-        """By pair of tasks, of Gramian methods."""
+        """Mean cosines by pair of tasks, for Gramian methods."""
         self.phases: list[int] = []
 
     def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
-        """One step on a new batch of crops."""
+        """Makes a step on a new batch of crops."""
         batch = self.crops.draw()
 
         def closure(task: str) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Run:
         return opt.step(closure)
 
     def train(self, name: str, progress: Progress) -> None:
-        """All epochs, with a bar."""
+        """Trains all epochs, with a progress bar."""
         bar = progress.add_task(name, total=self.settings.epochs * self.settings.steps, status="")
         for epoch in range(self.settings.epochs):
             self.opt.start_epoch(epoch)
@@ -216,7 +216,7 @@ class Run:
             self.rate.step()
 
     def watch(self, reports: list[cs.Report]) -> None:
-        """Means over the steps of an epoch, which are all of one phase."""
+        """Records means over the steps of an epoch, all of which have the same phase."""
         conflicts, cosines = {}, {}
         if reports[0].products is not None:
             pairs = len(self.tasks) - 1
@@ -239,7 +239,7 @@ class Run:
         self.cosines.append(cosines)
 
     def conflict_shares(self) -> dict[str, float]:
-        """The shares in this epoch's steps with gradients task by task; empty without any."""
+        """Shares of conflicts in the epoch's steps with separate gradients; empty without such."""
         found = self.opt.conflicts().by_module()
         a, b = torch.triu_indices(len(self.tasks), len(self.tasks), 1)
         shares = found.share[:, a, b].mean(1)
@@ -247,7 +247,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:
-        """The metrics of every task on the whole evaluation part."""
+        """The metrics of every task on the whole evaluation region."""
         self.trunk.eval()
         batch = stack([scene])
         result = {}
@@ -266,11 +266,11 @@ class Run:
         return result
 
     def time(self, steps: int) -> dict[str, float]:
-        """Milliseconds of a step of the last phase and of its parts, after training.
+        """Milliseconds of a step of the last phase, and of its stages, after training.
 
-        The step is timed by the clock. The times of surgery (moving the gradients included) and of
-        the optimizer are from a profile of further steps, and include the profiler's own cost; on a
-        GPU they are the host's.
+        The step is timed by the clock. The times of surgery, including moving the gradients, and of
+        the optimizer come from a profile of further steps; they include the profiler's overhead,
+        and on a GPU they are host times.
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
         opt = cs.MultiTaskOptimizer(
@@ -308,7 +308,7 @@ class Run:
 def train_all(
     settings: Settings, names: list[str], seed: int, console: Console, ranks: Ranks
 ) -> dict[str, Any]:
-    """Single-task networks and every row, for one seed; nothing on ranks other than the first."""
+    """Trains single-task networks and every row for one seed; other ranks return nothing."""
     train, test = load()
     results: dict[str, Any] = {}
     columns = (
@@ -360,7 +360,7 @@ def train_all(
 
 
 def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; a mean over seeds, with the deviation where there are several.
+    """Headings and rows: means over seeds, with deviations if there are several.
 
     Without gains, there is no comparison with single-task networks.
     """
@@ -382,7 +382,7 @@ def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], l
 
 
 def draw(runs: dict[str, Any], out: Path) -> None:
-    """The pictures of one seed."""
+    """Draws the pictures of one seed."""
     tasks, names = list(TASKS), [name for name in runs if name != "Single-task"]
     plots.losses(runs, tasks, out / "losses.svg")
     pair = [name for name in ("Phase 1 only", "Mixed") if name in runs] or names[:2]
@@ -429,7 +429,7 @@ def main() -> None:
     if ranks.rank > 0:
         return
 
-    # The single-task networks of a quick run have not been trained: nothing is a gain over them.
+    # A quick run hardly trains its single-task networks, so gains would mean nothing.
     head, rows = table_rows(runs, gains=not options.quick)
     title = "Evaluation part; disparity in pixels, normals in degrees and %, edges in %"
     show(console, title, head, rows)

@@ -1,4 +1,4 @@
-"""Draws what connection strength is and what Phase 2 does with it: results/method.svg.
+"""Draws connection strength and its use in Phase 2: results/method.svg.
 
 python examples/explained.py
 """
@@ -20,7 +20,7 @@ STRENGTHS = np.array(
         [0.10, 0.08, 0.26, 0.05, 0.09, 0.12, 0.24, 0.06],
     ]
 )
-"""Of each task in each channel, normalized: those of a task sum to 1."""
+"""Each task's strengths in all channels, normalized to a sum of 1."""
 TOP = STRENGTHS.argmax(0)
 
 REFERENCE = 2.6 * np.array([np.cos(np.radians(8)), np.sin(np.radians(8))])
@@ -30,7 +30,7 @@ ORIGIN = np.zeros(2)
 
 
 def strengths(ax: Axes) -> None:
-    """A bar for each task in each channel."""
+    """Draws a bar for each task in each channel."""
     for i, (task, color) in enumerate(TASKS.items()):
         places = np.arange(STRENGTHS.shape[1]) + 0.27 * (i - 1)
         ax.bar(places, STRENGTHS[i], 0.24, color=color, label=task)
@@ -41,7 +41,7 @@ def strengths(ax: Axes) -> None:
 
 
 def groups(ax: Axes) -> None:
-    """The channels in the colours of their top-priority tasks, and side by side in their groups."""
+    """Draws channels in the colours of their top-priority tasks, then sorted into groups."""
     colors = list(TASKS.values())
     order = np.argsort(TOP, kind="stable")
     places = dict(zip(order, np.arange(len(TOP)) + 0.35 * (TOP[order] - 1), strict=True))
@@ -63,13 +63,13 @@ def groups(ax: Axes) -> None:
 
 
 def arrow(ax: Axes, start: np.ndarray, end: np.ndarray, color: str, **look: Any) -> None:
-    """A vector from one point to another."""
+    """Draws a vector from one point to another."""
     look = {"arrowstyle": "-|>", "mutation_scale": 15, "linewidth": 2.2} | look
     ax.annotate("", end, start, arrowprops={"shrinkA": 0, "shrinkB": 0, "color": color, **look})
 
 
 def right_angle(ax: Axes, corner: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """The mark between the directions a and b."""
+    """Draws the mark of a right angle between the directions a and b."""
     a, b = (0.2 * v / np.linalg.norm(v) for v in (a, b))
     ax.plot(
         *np.transpose([corner + a, corner + a + b, corner + b]), color=style.GREY, linewidth=1.2
@@ -77,7 +77,7 @@ def right_angle(ax: Axes, corner: np.ndarray, a: np.ndarray, b: np.ndarray) -> N
 
 
 def projection(ax: Axes) -> None:
-    """The other task's gradient loses its component along the reference gradient."""
+    """Draws how the other task's gradient loses its component along the reference gradient."""
     _, normals, edges = TASKS.values()
     arrow(ax, ORIGIN, REFERENCE, normals)
     arrow(ax, ORIGIN, OTHER, edges, linewidth=1.4, alpha=0.75)
@@ -94,7 +94,7 @@ def projection(ax: Axes) -> None:
 
 
 def sums(ax: Axes) -> None:
-    """The sum of both gradients before and after."""
+    """Draws the sum of both gradients before and after the projection."""
     _, normals, edges = TASKS.values()
     arrow(ax, ORIGIN, REFERENCE, normals)
     arrow(ax, REFERENCE, REFERENCE + OTHER, edges, linewidth=1.4, alpha=0.75)
@@ -112,7 +112,7 @@ def sums(ax: Axes) -> None:
 
 
 def draw() -> Figure:
-    """The three panels, one below another."""
+    """Draws all panels."""
     figure = style.plt.figure(figsize=(style.WIDTH, 6.2))
     above, below = figure.subfigures(2, 1, height_ratios=(3.6, 2.4))
     first, second = above.subplots(2, 1, sharex=True)

@@ -2,12 +2,13 @@
 
     python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
 
-It writes final losses and metrics, with the differences that keeping makes beside those between
-seeds. All rows of a seed have the same initial weights and crops; PCGrad
-draws its orders by the same seed.
+The script writes final losses and metrics, and compares the differences due to kept weights with
+those between seeds. All rows of a seed have the same initial weights and crops; PCGrad draws its
+orders by the same seed.
 
 It does not show the time that kept weights save: task-specific normalization needs `step`, which
-makes a forward and a backward pass a task either way, where `backward` would make one pass for all.
+makes a forward and a backward pass per task in any case, whereas `backward` would make one pass for
+all tasks.
 """
 
 import argparse
@@ -33,8 +34,7 @@ EVERY = (1, 5, 20)
 Key = tuple[str, int]
 """A row: the method, and its `update_every`."""
 Runs = dict[Key, list[dict[str, Any]]]
-"""By row, a run a seed: "losses" by task and epoch, "metrics" by task and name, "cosines" by epoch
-and pair of tasks."""
+"""By row, one run per seed: losses by task and epoch, metrics, cosines by epoch and pair."""
 
 SUM: Key = ("Sum", 1)
 
@@ -65,7 +65,7 @@ def label(key: Key) -> str:
 
 
 def train_all(settings: demo.Settings, seeds: list[int], console: Console) -> Runs:
-    """Every row for every seed."""
+    """Trains every row for every seed."""
     train, test = load()
     runs: Runs = {}
     columns = (
@@ -89,13 +89,13 @@ def train_all(settings: demo.Settings, seeds: list[int], console: Console) -> Ru
 
 
 def figures(run: dict[str, Any]) -> list[float]:
-    """The numbers of a run in the tables: losses of the last epoch, primary metrics."""
+    """A run's numbers for the tables: losses of the last epoch, primary metrics."""
     losses = [run["losses"][task][-1] for task in TASKS]
     return losses + [run["metrics"][measure.task][measure.name] for measure in PRIMARY]
 
 
 def final_rows(runs: Runs) -> list[list[str]]:
-    """The means over seeds, with the deviation where there are several."""
+    """Means over seeds, with deviations if there are several."""
     return [
         [name, "" if (name, every) == SUM else str(every), *_cells(map(figures, of_row))]
         for (name, every), of_row in runs.items()
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def write(runs: Runs, out: Path, console: Console) -> None:
-    """The tables."""
+    """Prints the tables, and writes them to `out`."""
     seeds = f"seeds: {len(runs[SUM])}"
     tables = {
         f"Last epoch's training losses, metrics of the evaluation part; {seeds}": final_rows(runs),

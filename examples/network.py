@@ -1,4 +1,4 @@
-"""A shared convolutional encoder-decoder with batch normalization, and one head a task."""
+"""A shared convolutional encoder-decoder with batch normalization, and one head per task."""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Residual(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The shared part: [B, 3, H, W] -> [B, 24, H/2, W/2]; H and W are multiples of 8."""
+    """The trunk: [B, 3, H, W] -> [B, 24, H/2, W/2]; H and W are multiples of 8."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures of training runs: of the demo and of the paper's experiments."""
+"""Pictures of training runs, for the demo and the paper's experiments."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -20,7 +20,7 @@ def _epochs(ax: Axes) -> None:
 
 
 def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DEMO) -> None:
-    """Training loss of each task over epochs: a row a method, with the others in grey."""
+    """Draws each task's training loss over epochs: one row per method, with the others in grey."""
 
     def draw() -> Figure:
         size = (len(runs), len(tasks))
@@ -45,9 +45,9 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DE
 def priority(
     runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
 ) -> None:
-    """The share of channels that each task has priority over: by epoch, and by layer at the end.
+    """Draws the share of channels with each task as top-priority task: by epoch, then by layer.
 
-    `runs[name]["priority"]` has, by epoch and layer, the number of channels of each task.
+    `runs[name]["priority"]` has the number of channels of each task, by epoch and layer.
     """
     layers = list(runs[names[0]]["priority"][-1])
     few = len(layers) <= 40
@@ -81,12 +81,12 @@ def priority(
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    """Percentages of the last dimension's sum."""
+    """Converts counts to percentages of the sum over the last dimension."""
     return 100 * counts / counts.sum(-1, keepdims=True)
 
 
 def _stack(ax: Axes, counts: list[Any], tasks: list[str]) -> None:
-    """Shares of the tasks over the epochs."""
+    """Draws the shares of the tasks over the epochs."""
     shares, colors = _shares(np.array(counts)), style.tasks(tasks)
     ax.stackplot(range(len(shares)), shares.T, colors=colors.values(), labels=tasks)
     ax.set(xlim=(0, max(1, len(shares) - 1)), ylim=(0, 100))
@@ -95,7 +95,7 @@ def _stack(ax: Axes, counts: list[Any], tasks: list[str]) -> None:
 def priority_by_layer(
     run: Any, tasks: list[str], path: Path, network: str = DEMO, layers: int = 12
 ) -> None:
-    """The share of channels by top-priority task over the epochs, of layers at equal distances."""
+    """Draws shares of channels by top-priority task over epochs, for evenly spaced layers."""
     names = list(run["priority"][-1])
     chosen = [names[i] for i in np.linspace(0, len(names) - 1, layers).astype(int)]
 
@@ -117,7 +117,7 @@ def priority_by_layer(
 def final_losses(
     finals: Mapping[str, Mapping[str, list[float]]], tasks: list[str], path: Path, network: str
 ) -> None:
-    """The last epoch's training loss of each task and their mean: a dot a method, over seeds."""
+    """Draws the last epoch's training losses and their mean over seeds: one dot per method."""
     names, columns = list(finals), 3
     means = {name: np.mean([run[t] for t in tasks], axis=0) for name, run in finals.items()}
 
@@ -144,9 +144,10 @@ def final_losses(
 
 
 def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path, network: str = DEMO) -> None:
-    """Heat maps of a share by layer, epoch by epoch.
+    """Draws heat maps of a share by layer and epoch.
 
-    Epochs without it, such as those in Phase 1, are empty. Nothing is drawn if no run has it.
+    Epochs without the share, such as those in Phase 1, are empty. If no run has it, nothing is
+    drawn.
     """
     chosen = {name: run[key] for name, run in runs.items() if any(run.get(key, []))}
     if not chosen:
@@ -174,7 +175,7 @@ def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path, network: s
 
 
 def cosines(runs: dict[str, Any], path: Path, network: str = DEMO) -> None:
-    """Cosines between the tasks' gradients over the epochs, of the runs with a Gramian method."""
+    """Draws cosines between tasks' gradients over epochs, for runs with a Gramian method."""
     chosen = {name: run["cosines"] for name, run in runs.items() if any(run.get("cosines", []))}
     if not chosen:
         return
@@ -201,14 +202,14 @@ def cosines(runs: dict[str, Any], path: Path, network: str = DEMO) -> None:
 
 
 def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
-    """Pearson correlation between tasks of the losses' changes from epoch to epoch."""
+    """Pearson correlations between tasks of the losses' changes from epoch to epoch."""
     return np.corrcoef(np.diff(np.array(list(losses.values())), axis=1))
 
 
 def correlation(
     runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
 ) -> None:
-    """How much the losses of two tasks fall together: a row a pair, a dot a run."""
+    """Draws how much two tasks' losses fall together: one row per pair, one dot per run."""
     pairs = list(combinations(range(len(tasks)), 2))
 
     def draw() -> Figure:

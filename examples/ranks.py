@@ -1,11 +1,11 @@
-"""Training on several processes, to be copied: replicated or sharded, with checkpoints.
+"""A template for training on several processes: replicated or sharded, with checkpoints.
 
     torchrun --standalone --nproc-per-node=2 examples/ranks.py [--sharded] [--steps N]
         [--checkpoint FOLDER] [--fixed-statistics]
 
-A checkpoint is written every ten steps and at the end. Training goes on from the last one in
-FOLDER: on any number of ranks, and with or without --sharded. All numbers of ranks take the same
-batches; with fixed statistics, their losses are the same but for rounding.
+A checkpoint is written every ten steps and at the end. Training resumes from the last one in
+FOLDER, on any number of ranks, and with or without --sharded. The batches do not depend on the
+number of ranks; with fixed statistics, losses differ only by rounding.
 """
 
 import argparse
@@ -31,14 +31,14 @@ SAVE_EVERY = 10
 
 
 def make_data() -> TensorDataset:
-    """Pictures of two channels, and the mean over the pixels of their sum and of their product."""
+    """Pictures of two channels, and means over pixels of the channels' sum and product."""
     x = torch.randn(256, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1).mean((1, 2)), x.prod(1).mean((1, 2)))
 
 
 def make_network(device: torch.device, *, sharded: bool) -> nn.ModuleDict:
     """A trunk and a head for each task."""
-    torch.manual_seed(0)  # Every rank begins with the same values.
+    torch.manual_seed(0)  # All ranks begin with the same values.
     trunk = nn.Sequential(
         *(nn.Conv2d(2, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -101,7 +101,7 @@ def main() -> None:
 
     step, folder = 0, options.checkpoint
     if folder is not None:
-        # The metadata are written last: a folder without them is of an interrupted write.
+        # Metadata are written last, so a folder without them is from an interrupted write.
         step = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
     if step:
         state = parts(network, adam, opt)

@@ -2,9 +2,9 @@
 
     python examples/sketch_errors.py
 
-For each network, number of tasks and size of a sketch: the gradients of K tasks in an untrained
-network, the task weights of every Gramian method from exact products and from those of sketches,
-and the norm of the difference of the updates, relative to the exact one.
+For each network, number K of tasks and size of a sketch, the gradients come from an untrained
+network. Every Gramian method computes task weights from exact products and from sketches; the error
+is the norm of the difference between both updates, relative to the exact update.
 """
 
 import statistics
@@ -37,13 +37,13 @@ class Transformer(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, 192]."""
+        """Token indices [batch, length] -> [batch, 192]."""
         y: Tensor = self.layers(self.words(x)).mean(1)
         return y
 
 
 def networks() -> Iterator[tuple[str, nn.Module, int, Tensor]]:
-    """Names, trunks, the sizes of their outputs, and batches."""
+    """Yields names, trunks, output sizes and batches."""
     torchvision_operators.define()
     from torchvision.models import resnet18
 
@@ -56,7 +56,7 @@ def networks() -> Iterator[tuple[str, nn.Module, int, Tensor]]:
 def balanced(
     trunk: nn.Module, losses: dict[str, Tensor], method: cs.Method, size: int, seed: int
 ) -> cs.GradientBalancer:
-    """A balancer after one step."""
+    """Makes a balancer, and one step with it."""
     balancer = cs.GradientBalancer(trunk.parameters(), losses, method, sketch=size, seed=seed)
     for task, loss in losses.items():
         with balancer.task(task, loss):

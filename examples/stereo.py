@@ -1,14 +1,15 @@
 """Three dense tasks from one stereo photograph: Middlebury's 'Motorcycle', with scanned disparity.
 
-scikit-image ships it. The left picture is the input; the targets are
+scikit-image contains the photograph. The left picture is the input; the targets are
 
-- disparity, in pixels divided by 32, where the scan has it (kind "depth", which grows towards us);
-- surface normals: (-dx, -dy, 1) divided by its length, from the slopes of the smoothed disparity in
-  pixels a pixel times 4, where the scan is dense;
+- disparity, in units of 32 pixels, where it was scanned (kind "depth"; it grows towards the
+  camera);
+- surface normals: (-dx, -dy, 1) divided by its length, where (dx, dy) is four times the slope of
+  the smoothed disparity in pixels per pixel, where the scan is dense;
 - edges: where disparity jumps by more than 2 pixels within 3 x 3.
 
-Training crops come from the left part of the picture, evaluation uses the right part. The columns
-between them separate the filters of the targets.
+Training crops come from the left region of the picture; evaluation uses the right region. The
+columns in between separate the filters of the targets.
 """
 
 from dataclasses import dataclass
@@ -39,13 +40,13 @@ DISPARITY_SCALE = 32.0
 
 @dataclass
 class Scene:
-    """A picture [3, H, W], and for each task its target [C, H, W], 255 where it is unknown."""
+    """A picture [3, H, W], and each task's target [C, H, W], which is 255 where unknown."""
 
     picture: Tensor
     targets: dict[str, Tensor]
 
     def crop(self, rows: slice, columns: slice) -> "Scene":
-        """A part of the scene."""
+        """A region of the scene."""
         return Scene(
             self.picture[:, rows, columns],
             {task: target[:, rows, columns] for task, target in self.targets.items()},
@@ -64,7 +65,7 @@ def read() -> tuple[np.ndarray, Scene]:
     """The whole photograph, uint8 [H, W, 3], and its scene."""
     left, _, disparity = stereo_motorcycle()
     scanned = np.isfinite(disparity)
-    # The nearest scanned pixel fills a hole: filters need a value everywhere.
+    # Holes get the nearest scanned pixel's value, since filters need values everywhere.
     holes, nearest = ndimage.distance_transform_edt(~scanned, return_indices=True)
     filled = disparity[tuple(nearest)]
 
@@ -86,7 +87,7 @@ def read() -> tuple[np.ndarray, Scene]:
         {
             "disparity": maps(filled / DISPARITY_SCALE, scanned),
             "normals": maps(normals, ndimage.binary_erosion(scanned, iterations=2)),
-            # Holes follow the jumps, so an edge counts as known up to two pixels into a hole.
+            # Jumps cause holes, so edges count as known up to two pixels into a hole.
             "edges": maps(jump > 2, holes <= 2),
         },
     )
@@ -94,7 +95,7 @@ def read() -> tuple[np.ndarray, Scene]:
 
 
 def load() -> tuple[Scene, Scene]:
-    """The part to train on and the part to evaluate on."""
+    """The regions for training and for evaluation."""
     _, scene = read()
     return scene.crop(ROWS, TRAIN_COLUMNS), scene.crop(ROWS, TEST_COLUMNS)
 
@@ -103,12 +104,12 @@ class Crops:
     """Random training crops, the same for every method with the same seed.
 
     Args:
-        scene: Where they come from.
-        size: Their height and width.
-        batch: Their number in a batch of all ranks together.
-        seed: The same on all ranks.
-        rank: Which part of every batch to take.
-        ranks: The number of parts.
+        scene: The scene to crop.
+        size: The height and width of crops.
+        batch: The number of crops in a batch, over all ranks.
+        seed: The seed of the crops, equal on all ranks.
+        rank: The index of this rank.
+        ranks: The number of ranks.
 
     Raises:
         ValueError: The batch is not divisible by the number of ranks.
@@ -132,7 +133,7 @@ class Crops:
         return int(torch.randint(end, (), generator=self._generator, device="cpu"))
 
     def draw(self) -> Scene:
-        """The part of a batch on this rank; every rank draws the whole of it."""
+        """Draws the whole batch on every rank; returns the share of this rank."""
         _, height, width = self.scene.picture.shape
         corners = [
             [

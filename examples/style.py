@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 WIDTH = 6.4
-"""Inches."""
+"""The width of pictures in inches."""
 
 # Each has a contrast of at least 3 with white and with the dark pages' background.
 BLUE, ORANGE, GREEN, RED, PURPLE = "#2f7ed8", "#d9701f", "#2e9e5b", "#d6453d", "#9061d6"
@@ -54,10 +54,10 @@ METHODS = {
     "SAGO": RED,
 }
 TASKS = (TEAL, ORANGE, PURPLE, OLIVE, PINK)
-"""In the order of the tasks."""
+"""Colours of the tasks, in their order."""
 
 MODES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#dfe2e7", "#4a505b")}
-"""By the ending of the file's name: the colours of letters and of grid lines."""
+"""Colours of letters and of grid lines, by file name suffix."""
 
 
 def tasks(names: Iterable[str]) -> dict[str, str]:
@@ -71,12 +71,12 @@ def method(name: str) -> str:
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
-    """A figure of the common width, and its axes [rows, columns]."""
+    """A figure of the standard width, and its axes [rows, columns]."""
     return plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **options)
 
 
 def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
-    """A logarithmic axis with plain numbers, at these multiples of the powers of ten."""
+    """Makes an axis logarithmic, with plain numbers at these multiples of powers of ten."""
     ax.set(**{f"{axis}scale": "log"})
     of_axis = getattr(ax, f"{axis}axis")
     of_axis.set_major_locator(LogLocator(subs=tuple(subs)))
@@ -97,13 +97,13 @@ def label_lines(ax: Axes, x: float, lines: Mapping[str, tuple[float, str]]) -> N
 
 
 def legend_below(figure: Figure, ax: Axes, columns: int, **options: Any) -> None:
-    """The legend of one of the panels, below all of them."""
+    """Draws one panel's legend below all panels."""
     shown = ax.get_legend_handles_labels()
     figure.legend(*shown, loc="outside lower center", ncols=columns, **options)
 
 
 def save(path: Path, draw: Callable[[], Figure]) -> None:
-    """Writes what `draw` returns for light pages to `path`, and for dark ones beside it."""
+    """Writes the figure that `draw` returns, for light pages to `path`, for dark ones beside it."""
     for ending, (letters, lines) in MODES.items():
         look = {
             "font.size": 11,

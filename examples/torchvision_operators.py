@@ -1,7 +1,7 @@
-"""Lets torchvision be imported beside a CPU build of torch.
+"""Makes torchvision importable with a CPU build of torch.
 
-There is no such build of torchvision in the registry: its compiled operators do not load, and its
-Python part names two of them when it is imported. timm and Lightning's metrics import it.
+The package index has no torchvision for this build: its compiled operators do not load, but its
+Python code refers to two of them on import. timm and Lightning's metrics import torchvision.
 """
 
 import torch
@@ -10,7 +10,7 @@ _library: torch.library.Library | None = None
 
 
 def define() -> None:
-    """Before the first import of torchvision."""
+    """Defines the two operators; call this before the first import of torchvision."""
     global _library
     if _library is None and torch.version.cuda is None:
         _library = torch.library.Library("torchvision", "DEF")

@@ -2,10 +2,10 @@
 
     python examples/toy.py [--out FILE]
 
-The problem is that of CAGrad (Liu et al., 2021, appendix) as Nash-MTL (Navon et al., 2022) draws
-it, with a tenth of the first loss: each loss has a narrow valley in the upper half, where one
-gradient is many times as long as the other, and a bowl in the lower half, where the Pareto front
-is. Five points start at once, and make 100,000 steps of Adam at a rate of 0.001.
+The problem comes from CAGrad (Liu et al., 2021, appendix), in the variant of Nash-MTL (Navon et
+al., 2022) with a tenth of the first loss. Each loss has a narrow valley in the upper half, where
+one gradient is many times as long as the other, and a bowl in the lower half, which contains the
+Pareto front. From five points, Adam makes 100,000 steps at a rate of 0.001.
 
 DB-MTL needs positive losses and connection strength needs channels, so they are not drawn.
 """
@@ -35,10 +35,9 @@ FIRST = 0.1
 RATE = 0.001
 STEPS = 100_000
 KEPT = 200
-"""Every so many steps, the points are kept for the picture."""
+"""The number of steps between two points of a path in the picture."""
 REACHED = 0.5
-"""A path has reached the front if no point of the front is better in both losses by more, the first
-loss without its factor: both fall from about 7 to -20."""
+"""A path is at the front unless a front point is better by more in both losses, unscaled."""
 
 _LEAST = 5e-6
 
@@ -82,7 +81,7 @@ def losses_and_gradients(points: Array) -> tuple[Array, Array]:
 
 
 def pareto_front() -> Array:
-    """Points of the front [P, 2]: for every x between the bowls, the y where no loss can fall."""
+    """Points of the front [P, 2]: for every x between the bowls, the y of a Pareto optimum."""
     x, y = np.linspace(-7, 7, 281), np.linspace(-9, -7, 2001)
     losses = losses_and_gradients(np.stack(np.meshgrid(x, y, indexing="ij"), -1))[0]
     # The slopes of the bowls along x cancel in this weighted sum, so the front is its least y.
@@ -91,7 +90,7 @@ def pareto_front() -> Array:
 
 
 def have_reached(points: Array) -> Array:
-    """Whether each of some points is near the front or on it, [P]."""
+    """Whether each point is on the front or near it, [P]."""
     front = losses_and_gradients(pareto_front())[0]
     losses = losses_and_gradients(points)[0]
     better: Array = ((losses[:, None] - front[None]) / [FIRST, 1]).min(-1)  # in both losses
@@ -113,14 +112,14 @@ class Paths:
 
 
 def _weights(method: cs.Method, step: cs.Step, gramians: Array) -> Array | float:
-    """The task weights of every point, [P, 2]: each point has a Gramian of its own."""
+    """The task weights of every point, [P, 2]; each point has its own Gramian."""
     if not isinstance(method, cs.GramianMethod):
         return 1.0  # The plain sum.
     return method.weights(torch.from_numpy(gramians), step).numpy()
 
 
 def _drop_signs(method: cs.GradDrop, step: cs.Step, gradients: Array) -> Array:
-    """GradDrop's update of every point, [P, 2], which is no weighted sum."""
+    """GradDrop's update of every point, [P, 2], which is not a weighted sum."""
     rows = [torch.from_numpy(np.ascontiguousarray(gradients[:, i])) for i in range(2)]
     update = torch.empty_like(rows[0])
     torch.ops.cs_kernels.drop_signs_([update], rows, [0.0, 0.0], method.seed, step.number, 2)
@@ -128,7 +127,7 @@ def _drop_signs(method: cs.GradDrop, step: cs.Step, gradients: Array) -> Array:
 
 
 def follow(names: Sequence[str], steps: int = STEPS) -> list[Paths]:
-    """The paths of some methods by Adam, all at once, from all starting points."""
+    """Runs Adam for all methods and starting points at once; returns the paths."""
     torch.set_num_threads(1)
     methods = [METHODS[name]() for name in names]
     points = np.stack([STARTS] * len(names))
@@ -155,7 +154,7 @@ def follow(names: Sequence[str], steps: int = STEPS) -> list[Paths]:
 
 
 def draw(paths: list[Paths], file: Path) -> None:
-    """A sheet with a panel a method: contours of the mean loss, the front, the paths."""
+    """Draws a panel per method: contours of the mean loss, the front, the paths."""
     x, y = np.linspace(-10, 10, 160), np.linspace(-10, 10, 160)
     grid = np.stack(np.meshgrid(x, y), -1)
     mean = losses_and_gradients(grid)[0].mean(-1)
@@ -173,7 +172,7 @@ def draw(paths: list[Paths], file: Path) -> None:
         for ax in axes.flat[len(paths) :]:
             ax.axis("off")
         contours = axes[0, 0].contour(x, y, mean, levels=6)
-        contours.remove()  # As one line, which is simplified, they make a smaller file.
+        contours.remove()  # A single simplified line makes a smaller file.
         pieces = [piece for of_level in contours.allsegs for piece in of_level]
         lines = np.concatenate([[*piece, [np.nan, np.nan]] for piece in pieces])
         for ax, of_method in zip(axes.flat, paths, strict=False):
@@ -204,7 +203,7 @@ def draw(paths: list[Paths], file: Path) -> None:
 
 
 def main() -> None:
-    """Follows all methods, some in each process, and draws the sheet."""
+    """Follows all methods, distributed over processes, and draws the picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

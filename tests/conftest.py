@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
-"""The markers, of which every test has at least one; the first counts in the table of times."""
+"""Markers, of which every test needs one; the table of times counts a test under its first."""
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
 # Block orders of the emulation: one block after the other, and three in flight in any order; shared

@@ -39,7 +39,7 @@ INTEGERS = [-1, 0, 1, 2, 3, 7, 65, 2**32 - 3, 2**40, 2**62, 2**63 - 1, -(2**63)]
 FLOATS = [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e300]
 OTHER_DTYPES = [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 IN_PLACE = "combine_", "drop_signs_"
-"""The operators whose updates may be gradients of the same tensors."""
+"""Operators whose updates may alias gradients of the same tensors."""
 ERRORS = ValueError, TypeError, RuntimeError, NotImplementedError
 
 

@@ -13,16 +13,16 @@ from cs_kernels.ops import backends, cuda
 from cs_kernels.ops.solvers import SOLVERS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's kernels run in its interpreter, which is slow, so samples are smaller."""
+"""Whether Triton's kernels run in its slow interpreter, which needs smaller samples."""
 
 EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 """A folder with the CUDA kernels compiled for this processor; see tests/emulation."""
 
 SMALL = INTERPRETED or EMULATION is not None
-"""Smaller samples."""
+"""Whether samples are smaller."""
 
 GPU_BACKENDS = "triton", "cuda"
-"""Their sums and products of a tile are in float32, for gradients from 1e-18 to 1e18."""
+"""Backends with float32 sums and products within a tile, for gradients from 1e-18 to 1e18."""
 
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
 """Numbers of tasks for which kernels have variants, or limits between variants."""
@@ -41,7 +41,7 @@ SOLVER_OPTIONS = {
     "aligned_mtl": ("median",),
     "fair_grad": (2.0,),
 }
-"""Arguments of the solvers' operators after the Gramian, if there are any."""
+"""Further arguments of the solvers' operators, after the Gramian."""
 
 
 def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:

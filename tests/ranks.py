@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 DEVICE = os.environ.get("CS_KERNELS_TEST_RANKS", "cpu")
-"""The type of device on which ranks, and the one process they are compared with, make tensors."""
+"""The device type for tensors of ranks, and of the single process for comparison."""
 
 TIMEOUT = timedelta(minutes=15)
-"""It only prevents waiting forever."""
+"""A limit that only prevents waiting forever."""
 
 
 def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:

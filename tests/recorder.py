@@ -45,9 +45,9 @@ class _Tape(TorchDispatchMode):
         self._known: dict[int, Tensor] = {}
         """Keeps one tensor per storage alive, so that no address is reused."""
         self._before: list[tuple[Tensor, Tensor]] = []
-        """The bytes of storages from outside, and copies of these bytes."""
+        """Storages from outside the capture, as bytes, and copies of them."""
         self._new: list[Tensor] = []
-        """The bytes of storages that were allocated."""
+        """Storages that were allocated during the capture, as bytes."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

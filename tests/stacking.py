@@ -41,17 +41,17 @@ class Case:
     """A network, and how it is trained."""
 
     network: nn.Module
-    """Its `number` is set to the number of the step."""
+    """The network; its attribute `number` is set to the step's number."""
     x: Any
     """The trunk's input, or a function of the trunk (or of `run`) and the network."""
     loss: Callable[[Any, Any, str], Tensor] = opposed
-    """Gets the network, an output of the trunk, and the task."""
+    """Computes a loss from the network, an output of the trunk, and the task."""
     tasks: Sequence[str] = (*AB,)
     trunk: Callable[[Any], nn.Module] = lambda network: network
     begins: Callable[[Any], Iterable[str] | None] = lambda network: None
     """Called with the network before a step; returns the tasks that take part."""
     hides: bool = False
-    """Whether the network hides parameters from the graph: their coverage may differ."""
+    """Whether the network hides parameters from the graph, so that coverages may differ."""
 
     def trained(
         self, way: str, steps: int = 3, **options: Any

@@ -45,7 +45,7 @@ opt = cs.MultiTaskOptimizer(trunk, optimizer, tasks, METHOD)
 def losses_of(batch):
     return {task: loss_of[task](heads[task](trunk(batch)), targets[task]) for task in tasks}
 """
-"""The loop to which fragments (marked py) belong."""
+"""The loop around fragments, which are marked py."""
 
 MODEL = """
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ adamw = torch.optim.AdamW(model.parameters())
 batch = {task: {"x": torch.randn(4, 3), "y": torch.randn(4, 2)} for task in ("old", "new")}
 batches = [batch] * 5
 """
-"""The fine-tuning to which a fragment with a model belongs."""
+"""The fine-tuning loop around fragments with a model."""
 
 
 def _blocks(page: str) -> list[tuple[str, str]]:

@@ -115,7 +115,7 @@ class Run:
 
 
 APPLIED = ("step", "micro_batches", "together")
-"""The ways that make the torch optimizer's step."""
+"""The ways that include the torch optimizer's step."""
 
 WAYS: dict[str, Callable[[], tuple[Run, str]]] = {
     "connection strength": lambda: (Run(cs.ConnectionStrength()), "step"),

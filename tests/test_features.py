@@ -33,7 +33,7 @@ ABC = ["a", "b", "c"]
 Losses = dict[str, Tensor]
 Features = Tensor | Sequence[Tensor]
 Call = tuple[cs.MultiTaskOptimizer, Losses, Any]
-"""An optimizer, and what its `backward` gets."""
+"""An optimizer, and the losses and features for its `backward`."""
 
 
 def scales() -> nn.Module:

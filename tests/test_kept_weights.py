@@ -114,7 +114,7 @@ def follow(
 
 class Step(NamedTuple):
     calls: Sequence[Sequence[str]] = (TASKS,)
-    """The tasks of its micro-batches."""
+    """The tasks of each micro-batch."""
     factors: Mapping[str, float] = {}
     """Factors of the losses, by task."""
     features: bool = False

@@ -32,7 +32,7 @@ GREY = np.full((6, 6, 3), 128)
 ORDINALS = np.arange(1, 37).reshape(6, 6)
 ONES = np.ones((6, 6), np.uint8)
 LABELS = np.random.default_rng(0).choice([11, 12, 13], (6, 6)).astype(np.uint16)
-"""Of PASCAL-Context: 12 has no normals; the mean of the others, it makes edges cancel."""
+"""PASCAL-Context labels: 12 has no normals and, as the mean of 11 and 13, can cancel edges."""
 
 
 def write(folder, files):
@@ -352,7 +352,7 @@ WRONG = {
     "cityscapes/train/label_7/0.npy": {"c8": "integer", 7: "-1 to 6", 0.5: WHOLE},
     "cityscapes/train/depth/0.npy": {"i4": FLOAT, np.inf: "-1 to 255"},
 }
-"""By file: wrong dtypes and values, and the allowed ones; None if the shape is not checked."""
+"""By file: wrong and allowed dtypes and values; None if the shape is not checked."""
 
 
 def read(path):

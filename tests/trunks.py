@@ -28,7 +28,7 @@ class Case:
     layers: int
     """Weights of convolutions and linear layers."""
     prioritized: int
-    """Weights whose layer's output goes straight into a batch normalization."""
+    """Weights of layers whose output feeds a batch normalization directly."""
     options: dict[str, Any] = field(default_factory=lambda: {"num_classes": 0})
     size: int = 64
     """Height and width of the pictures."""

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Each reads a number or a shape from the device; decompositions and inverses check for success.
+# Operators that read a number or a shape from the device; decompositions and inverses read a
+# status.
 _WAITING = {
     "_local_scalar_dense",
     "equal",
@@ -141,8 +142,7 @@ _COLLECTIVES = {
     "c10d::_allgather_base_": ("all-gather", 0, 1),
     "c10d::allgather_": ("all-gather", 0, 1),
 }
-"""The kind; the index of the argument with the whole tensor or all its parts; and how many times a
-ring sends it."""
+"""The kind; the index of the whole tensor's argument; how many times a ring sends the tensor."""
 
 
 class Collectives(TorchDispatchMode):

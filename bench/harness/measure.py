@@ -45,10 +45,10 @@ def timed(run: Run, device: str = "cpu", before: Run | None = None) -> Callable[
 def in_turns(
     runs: dict[str, Callable[[], Any]], rounds: int, seconds: float = math.inf
 ) -> dict[str, list[Any]]:
-    """The results of each run in every round.
+    """Returns the results of each run in every round.
 
-    Runs take turns, so all see the same state of the machine. The first round is a warm-up. After
-    `seconds`, no other round begins; if the first round has taken that long, its results count.
+    Runs take turns, so all see the same state of the machine. The first round is a warm-up. No
+    round begins after `seconds`; if the first round takes that long, its results are used.
     """
     found: dict[str, list[Any]] = {name: [] for name in runs}
     end = time.monotonic() + seconds
@@ -70,7 +70,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
+    """The median over the rounds of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

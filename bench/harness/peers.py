@@ -127,7 +127,7 @@ _TEXTBOOK: dict[str, Callable[[Rows], Tensor]] = {
 
 
 def textbook(name: str, rows: Rows) -> list[Tensor]:
-    """The update of a method, for each parameter."""
+    """The update of a textbook method, one tensor per parameter."""
     parts = _TEXTBOOK[name](rows).split([g.numel() for g in rows[0]])
     return [part.view_as(g).clone() for part, g in zip(parts, rows[0], strict=True)]
 

@@ -105,7 +105,7 @@ class Problem:
         self, network: str, tasks: int, dtype: torch.dtype = torch.float32, quick: bool = False
     ) -> None:
         torch.manual_seed(0)
-        shapes = shapes_of(network)[: 4 if quick else None]  # Enough to see that it runs.
+        shapes = shapes_of(network)[: 4 if quick else None]  # Enough for a smoke test.
         self.tasks = [str(task) for task in range(tasks)]
         self.weights = [torch.randn(shape).to(dtype) for shape in shapes]
         self.rows = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in self.tasks]
@@ -135,7 +135,7 @@ class Problem:
             self.phase2()
 
     def phase2_facts(self, steps: list[float], copies: list[float]) -> dict[str, Any]:
-        """A record's entries for Phase 2; the peers start from prepared gradients."""
+        """A record's entries for Phase 2; TorchJD starts from prepared `.jac` fields."""
         milliseconds, moved = quantiles(steps), self.phase2_bytes()
         runs = peers("PCGrad", self.parameters, self.rows, prepared=True)
         runs["reference"] = self.reference
@@ -166,7 +166,7 @@ class Problem:
         assert_close(self.updates, exact[0], 2 * torch.finfo(self.updates[0].dtype).eps)
 
     def refill(self) -> None:
-        """Prepares the gradients for `combine`."""
+        """Restores the gradients that `combine` overwrites."""
         for target, grad in zip(self._overwritten, self.rows[0], strict=True):
             target.copy_(grad)
 

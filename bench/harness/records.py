@@ -52,7 +52,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" if a file differs that benchmarks do not write."""
+    """The commit, with "-dirty" if files changed other than those that benchmarks write."""
     commit = _git("rev-parse", "--short", "HEAD")
     written = [f":(top,exclude){path}" for path in ("bench/results", "docs/benchmarks.md")]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)

@@ -18,7 +18,7 @@ import torchvision_operators
 
 
 def timm_model(name: str, **options: Any) -> Any:
-    """A network of timm, without the need for torchvision."""
+    """A network of timm, which otherwise needs torchvision."""
     torchvision_operators.define()
     import timm
 
@@ -52,7 +52,7 @@ class Training:
         setting: What to train.
         method: As in `MultiTaskOptimizer`.
         schedule: As in `MultiTaskOptimizer`.
-        adam: Whether to use Adam, which has a state, in place of SGD.
+        adam: Whether to use Adam, which has a state, instead of SGD.
         convert: Whether to make normalization task-specific.
         dtype: The dtype of all parameters and inputs.
 
@@ -108,7 +108,7 @@ class Training:
 
 
 class FusedHead(nn.Module):
-    """One task's output from HRNet's four maps, resized to the finest map's size."""
+    """Predicts one task from HRNet's four maps, which are resized to the finest map's size."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Whole training steps of a trunk with one linear head per task: plain, ours and the peers'.
+"""Whole training steps of a trunk with one linear head per task: plain, ours and peers'.
 
-A step sets gradients to None, makes a forward pass and the losses, computes gradients in its own
-way, and ends with the step of a torch optimizer without state. TorchJD computes the same update as
-our UPGrad, with its faster option: the Gramian without the whole matrix.
+A step sets gradients to None, makes a forward pass, computes the losses and, by its own method, the
+gradients, and ends with the step of a torch optimizer without state. TorchJD computes the same
+update as our UPGrad, with its faster option: the Gramian without the whole matrix.
 """
 
 import random
@@ -36,7 +36,7 @@ def _mlp() -> nn.Module:
 
 
 class _LSTM(nn.Module):
-    """The last output of two layers."""
+    """Two LSTM layers; returns the last output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int, tuple[int, ...]]] =
     "lstm": (_LSTM, 256, 16, (32, 64)),
     "experts": (_Mixture, 128, 64, (128,)),
 }
-"""Trunks, the numbers of features and of samples in a batch, and a sample's shape; vit has 6
-blocks."""
+"""Trunk, number of features, batch size, and shape of a sample; vit has 6 blocks."""
 
 
 def setting_of(network: str, tasks: int) -> Setting:
@@ -132,7 +131,7 @@ class WholeStep(Training):
         return z, self.losses(dict.fromkeys(self.heads, z))
 
     def backward(self, z: Tensor, losses: Losses) -> None:
-        """Leaves the update in `.grad`."""
+        """Computes the update in `.grad`."""
         del z
         _total(losses).backward()
 
@@ -160,7 +159,7 @@ class WholeStep(Training):
         return torch.stack([_flat(of_task) for of_task in grads])
 
     def weights(self, method: Any, rows: Tensor) -> Tensor:
-        """The task weights of a method's first step for these gradients, from the reference."""
+        """The reference's task weights for these gradients in a method's first step."""
         with cs.use_backend("reference"):
             weights: Tensor = method.weights(rows @ rows.T, cs.Step(tasks=tuple(self.heads)))
         return weights
@@ -175,7 +174,7 @@ class WholeStep(Training):
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """One vector, because some gradients alone are only rounding, such as those of key biases."""
+    """One vector, because some gradients, such as those of key biases, are only rounding errors."""
     return torch.cat([t.flatten().double() for t in tensors if t is not None])
 
 

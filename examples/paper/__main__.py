@@ -1,10 +1,10 @@
-"""Runs what is missing of one of the paper's tables, and prints it.
+"""Trains the missing runs of one of the paper's tables, and prints the table.
 
     python -m paper TABLE [--data ROOT] [--seeds 0 1 2] [--jobs N] [--out FOLDER] ...
 
-ROOT contains the folders NYUD_MT, PASCAL_MT or cityscapes. Without it, a small set in the same
-layout is made from one stereo photograph. FOLDER/runs has a folder for each run: interrupted ones
-go on from their last epoch, and tables share them.
+ROOT contains the folders NYUD_MT, PASCAL_MT or cityscapes. Without ROOT, a small data set in the
+same layout is made from one stereo photograph. FOLDER/runs has a folder for each run: interrupted
+runs continue from their last epoch, and tables share runs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from paper.timing import STEPS, estimate, time_rows, timed_runs
 
 
 def prepare(data: Path | None, parts: list[Part], out: Path) -> Path:
-    """The folder of the data sets; small ones are made where none is given."""
+    """The folder of the data sets; if none is given, small ones are made."""
     if data is not None:
         return data
     root = out / "data"
@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains what is missing, then writes and prints the table."""
+    """Trains the missing runs, then writes and prints the table."""
     options = _options()
     console = Console()
     small = options.data is None
@@ -94,7 +94,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     jobs = options.jobs or (1 if cuda else os.cpu_count() or 1)
     if options.table == "time":
-        jobs = 1  # Its steps take turns in this process.
+        jobs = 1  # The timed steps take turns in this process.
     threads = max(1, (os.cpu_count() or 1) // (jobs * (options.ranks or 1)))
 
     def make(name: str) -> list[Part]:
@@ -124,7 +124,7 @@ def main() -> None:
         elif runs:
             run_all(runs, place, jobs, console)
     except (OSError, ValueError, FailedRunsError) as error:
-        # The arguments, the data or a killed run: no traceback.
+        # Caused by arguments, data or a killed run, which need no traceback.
         raise SystemExit(str(error)) from error
     if options.table == "time":
         tables.write_time(rows, parts[0], out, console, small=small)

@@ -13,7 +13,7 @@ from paper.tasks import Task
 class CrossStitch(nn.Module):
     """Mixes the maps of K networks: output i is the sum over j of weight[i, j] times input j.
 
-    The paper also has one such matrix a channel; this is one for all channels.
+    The paper also describes one such matrix per channel; this module has one for all channels.
     """
 
     def __init__(self, tasks: int) -> None:
@@ -28,7 +28,7 @@ class CrossStitch(nn.Module):
 
 
 class StitchedSegNets(nn.Module):
-    """A SegNet a task, stitched after each pooling and after each block of the decoder."""
+    """A SegNet per task, stitched after each pooling and after each block of the decoder."""
 
     def __init__(self, tasks: Sequence[str], width: float = 1.0) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class StitchedSegNets(nn.Module):
         self.up = nn.ModuleList(CrossStitch(len(tasks)) for _ in range(stages))
 
     def forward(self, picture: Tensor) -> dict[str, tuple[Tensor]]:
-        """For each task the feature of its own network."""
+        """Returns each task's feature, from its own network."""
         networks: list[SegNet] = list(self.networks.values())
         maps = [picture] * len(networks)
         places = []

@@ -12,8 +12,7 @@ from paper.tasks import MEASURES, TASKS, Measure
 PUBLISHED: dict[str, dict[str, list[float]]] = json.loads(
     Path(__file__).with_name("published.json").read_text()
 )
-"""The paper's numbers: by data/network/weighting, "order", "ablation" or "time", then by row.
-Columns are those of MEASURES and Delta_m, for Cityscapes also the parameters in MiB."""
+"""The paper's numbers by table, then by row: MEASURES, Delta_m, for Cityscapes also MiB."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Settings:
     """Processes that train one network together."""
     rate: float = 1e-4
     decay: Literal["poly", "halved"] = "poly"
-    """(1 - e/E)^0.9, or half of it from the middle on."""
+    """The rate's factor (1 - e/E)^0.9, or a rate that is halved in the middle of training."""
     weight_decay: float = 1e-4
     size: tuple[int, int] | None = None
-    """Pictures are resized to it; None: as published."""
+    """The size to which pictures are resized; None for the published size."""
     width: float = 1.0
     """A factor on the network's channels; see `make_network`."""
     pretrained: bool = True
@@ -38,34 +37,34 @@ class Settings:
     compile: bool = False
     workers: int = 4
     evaluate_every: int = 10
-    """Epochs; the last one is always evaluated."""
+    """Epochs between evaluations; the last epoch is always evaluated."""
 
 
 REAL = {
     "nyud/hrnet18": Settings(epochs=200),
-    # The paper does not say how MTI-Net is put on a ResNet. With a pyramid of 256 channels, as its
-    # authors have it for ResNet-50, a step takes 27 times as many operations as with HRNet-18.
+    # The paper does not describe MTI-Net on a ResNet. With a pyramid of 256 channels, which its
+    # authors use for ResNet-50, a step takes 27 times as many operations as with HRNet-18.
     "nyud/resnet18": Settings(epochs=200, width=1 / 4),
     "pascal/hrnet18": Settings(epochs=50),
     "cityscapes/segnet": Settings(
         epochs=200, rate=5e-5, decay="halved", weight_decay=0.0, pretrained=False
     ),
 }
-"""As published (appendix D of the paper); by data set and network."""
+"""The published settings (appendix D of the paper), by data set and network."""
 
 _SMALL = Settings(
     epochs=8, batch=4, rate=1e-3, size=(64, 64), pretrained=False, workers=0, evaluate_every=100
 )
 SMALL = {
     "nyud/hrnet18": _SMALL,
-    # A sixteenth of the channels of the pyramid; the backbone is whole.
+    # The pyramid has a sixteenth of its channels; the backbone has full width.
     "nyud/resnet18": replace(_SMALL, epochs=3, width=1 / 16),
     "pascal/hrnet18": replace(_SMALL, epochs=3),
     "cityscapes/segnet": replace(
         _SMALL, epochs=16, decay="halved", weight_decay=0.0, size=(64, 128), width=0.25
     ),
 }
-"""Minutes on two cores."""
+"""Settings for a few minutes on two cores."""
 SMALL_PICTURES = {"train": 12, "val": 12}
 
 
@@ -77,9 +76,9 @@ class Row:
     schedule: Literal["joint", "phase 1", "switch", "mixed"] = "joint"
     options: Mapping[str, object] = field(default_factory=dict)
     network: str | None = None
-    """In place of the table's."""
+    """The network, if it is not the table's."""
     recon: bool = False
-    """Layers with many conflicts in the run of the row GD are made task-specific."""
+    """Whether layers with many conflicts in the run of row GD become task-specific."""
 
 
 _CONNECTION = {
@@ -113,7 +112,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "Mixed": Row(cs.ConnectionStrength, "mixed"),
     },
 }
-"""By name; "Ours" in the paper's tables is "Mixed" here."""
+"""Rows by name; "Mixed" is "Ours" in the paper's tables."""
 
 SINGLE = "Single-task"
 WEIGHTINGS = ("tuned", "equal", "dwa", "uncertainty")
@@ -135,7 +134,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's folder, below that of all runs."""
+        """The run's folder, relative to the folder of all runs."""
         parts = [self.data, self.network, self.weighting, self.row]
         if self.row == SINGLE:
             parts[2:] = [self.row, *self.tasks]
@@ -154,14 +153,15 @@ class Run:
     def task_norm(self) -> bool:
         """Whether batch normalization is task-specific.
 
-        On NYUD-v2 and PASCAL-Context in all rows: the paper compares methods on the same network.
+        On NYUD-v2 and PASCAL-Context, it is in all rows, since the paper compares methods on the
+        same network.
         """
         if self.row == SINGLE:
             return False
         return self.data != "cityscapes" or self.how.method is cs.ConnectionStrength
 
     def needs(self) -> "Run | None":
-        """The run whose conflicts this one builds on."""
+        """The run whose counts of conflicts this one needs, or None."""
         return replace(self, row="GD") if self.how.recon else None
 
     def to_json(self) -> str:
@@ -169,7 +169,7 @@ class Run:
         return json.dumps(asdict(self), indent=1)
 
     def differences(self, other: "Run") -> str:
-        """The fields in which another run differs, without those that change no number."""
+        """The fields in which another run differs, except those that do not change its results."""
         pairs = [(self, other), (self.settings, other.settings)]
         return ", ".join(
             f"{name} {getattr(a, name)!r} and {getattr(b, name)!r}"
@@ -200,7 +200,7 @@ class Part:
     data: str
     published: str
     rows: dict[str, list[Run]]
-    """By row and then by seed; for single tasks, the runs of all tasks and seeds."""
+    """Runs by row, one per seed; for single tasks, one per task and seed."""
     measures: list[Measure]
     extra: Literal["parameters", "loss"] | None = None
     """A last column: parameters in MiB of float32, or the mean of the tasks' training losses."""
@@ -238,7 +238,7 @@ def _part(
     settings: Settings,
     published: str | None = None,
 ) -> Part:
-    """`rows`: by name in the table, the row and the order of its tasks."""
+    """Makes a table; `rows` maps each name in it to the row and the order of its tasks."""
     measured = {measure.task for measure in MEASURES[data]}
     single = [task for task in TASKS[data] if task in measured]
     runs = {
@@ -249,7 +249,7 @@ def _part(
         ]
     }
     for name, (row, tasks) in rows.items():
-        # RotoGrad takes its gradients itself.
+        # RotoGrad computes its own gradients.
         alone = replace(settings, ranks=1, amp=None) if row == "RotoGrad" else settings
         runs[name] = [Run(data, network, row, tasks, weighting, seed, alone) for seed in seeds]
     title = f"{_NAMES[data]}, {_NAMES[network]}, {_NAMES[weighting]}"
@@ -258,7 +258,7 @@ def _part(
 
 
 def _main(data: str, network: str, weighting: str, seeds: list[int], settings: Settings) -> Part:
-    """Plain gradient descent, the published methods and ours."""
+    """A table of plain gradient descent, the published methods and ours."""
     tasks = tuple(TASKS[data])
     rows = {name: (name, tasks) for name in _GRADIENTS}
     rows["Ours"] = ("Mixed", tasks)

@@ -12,8 +12,8 @@ from paper.tasks import IGNORE, Task
 def loss(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     """The loss of one prediction [B, channels, H, W]; targets have the formats of `Task`.
 
-    Cross-entropy for classes and, balanced, for edges and saliency; L1 for depth and for normals,
-    whose prediction is made unit vectors first. 0 where nothing is known.
+    The loss is cross-entropy for classes, balanced cross-entropy for edges and saliency, and L1 for
+    depth and normals, whose predictions are first normalized. It is 0 if no pixel is known.
     """
     known = target != IGNORE
     if task.kind == "classes":
@@ -29,9 +29,9 @@ def loss(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
 def _balanced(
     prediction: Tensor, target: Tensor, known: Tensor, positive_weight: float | None
 ) -> Tensor:
-    """Cross-entropy; by default, the weight of each class is the share of the other one.
+    """Cross-entropy of two classes, each weighted by default by the share of the other one.
 
-    It is divided by the number of all pixels, as in the published code of MTI-Net.
+    The sum is divided by the number of all pixels, as in the published code of MTI-Net.
     """
     if positive_weight is None:
         negative = (target * known).sum() / known.sum().clamp(min=1)
@@ -42,5 +42,5 @@ def _balanced(
 
 
 def total_loss(task: Task, predictions: Sequence[Tensor], target: Tensor) -> Tensor:
-    """The sum over the final prediction and those of intermediate scales."""
+    """The sum of the losses of the final prediction and of the intermediate scales."""
     return sum(loss(task, prediction.float(), target) for prediction in predictions)

@@ -1,7 +1,7 @@
 """The metrics of each kind of task, pooled over all pixels and ranks, and the paper's Delta_m.
 
 A metric is a torchmetrics.Metric: `update` with a batch, then `compute` once. Under
-torch.distributed, `compute` adds up the ranks.
+torch.distributed, `compute` sums over the ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,11 +16,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from paper.tasks import IGNORE, Measure, Task
 
 Values = Mapping[str, Mapping[str, float]]
-"""By task and by name of the metric."""
+"""Values by task and name of the metric."""
 
 
 class _Sums(Metric):
-    """Sums in float64 over everything that is known."""
+    """Sums in float64 over the known pixels or pictures."""
 
     def __init__(self, shapes: Mapping[str, int], **options: Any) -> None:
         super().__init__(**options)
@@ -34,7 +34,7 @@ class _Sums(Metric):
 
 
 class Classes(MetricCollection):
-    """Mean intersection over union and mean recall of the classes, and pixel accuracy, in percent.
+    """Mean intersection over union and mean recall over classes, and pixel accuracy, in percent.
 
     Classes that occur neither in predictions nor in targets are left out of the means.
     """
@@ -84,8 +84,8 @@ class Depth(_Sums):
 class Normals(_Sums):
     """Angles between normals in degrees: mean, median, and the share below thresholds in percent.
 
-    The median is that of angles rounded to a thousandth of a degree: to keep them all takes
-    gigabytes on the real data sets.
+    The median is computed from a histogram with bins of a thousandth of a degree, because all
+    angles of the real data sets would take gigabytes.
     """
 
     THRESHOLDS = (11.25, 22.5, 30.0)
@@ -96,7 +96,7 @@ class Normals(_Sums):
         super().__init__({**shapes, "histogram": 180 * self._BINS_A_DEGREE + 1}, **options)
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """[B, 3, H, W] each; the prediction of any length."""
+        """[B, 3, H, W] each; predictions need not be normalized."""
         known = target[:, 0] != IGNORE
         cosine = (functional.normalize(prediction, dim=1) * target).sum(1)[known].clamp(-1, 1)
         angle = torch.rad2deg(torch.arccos(cosine)).double().nan_to_num(torch.inf)
@@ -176,8 +176,8 @@ def make_metric(task: Task, *, all_ranks: bool = True) -> Metric | MetricCollect
 
     Args:
         task: What is measured.
-        all_ranks: Under torch.distributed: whether `compute` is called on all ranks and adds them
-            up, or is of this one.
+        all_ranks: Whether `compute` under torch.distributed is called on all ranks and sums over
+            them; if not, it covers this rank alone.
 
     """
     if task.kind == "classes":

@@ -20,8 +20,8 @@ _REDUCTION = 16
 class HRNet(nn.Module):
     """HRNet-18 of the published MTI-Net: 4 maps at strides 4 to 32.
 
-    timm has it as `hrnet_w18_small_v2`. The layers that widen the maps for classification are left
-    out.
+    The backbone is timm's `hrnet_w18_small_v2`, without the layers that widen the maps for
+    classification.
     """
 
     channels = (18, 36, 72, 144)
@@ -33,7 +33,7 @@ class HRNet(nn.Module):
             pretrained=pretrained,
             features_only=True,
             feature_location="",
-            out_indices=(1, 2, 3, 4),  # Without the stem's.
+            out_indices=(1, 2, 3, 4),  # Without the stem's map.
         )
 
     def forward(self, picture: Tensor) -> list[Tensor]:
@@ -42,7 +42,7 @@ class HRNet(nn.Module):
 
 
 class ResNetPyramid(nn.Module):
-    """ResNet-18 with a feature pyramid: 4 maps at strides 4 to 32, of as many channels each."""
+    """ResNet-18 with a feature pyramid: 4 maps at strides 4 to 32, with equal channels."""
 
     def __init__(self, *, width: float = 1.0, pretrained: bool = False) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class ResNetPyramid(nn.Module):
 
 
 def _residual(inputs: int, channels: int) -> BasicBlock:
-    """Two 3 x 3 convolutions with a skip connection, projected where channels change."""
+    """Two 3 x 3 convolutions with a skip connection, projected if the channels change."""
     skip = nn.Sequential(nn.Conv2d(inputs, channels, 1, bias=False), nn.BatchNorm2d(channels))
     return BasicBlock(inputs, channels, downsample=None if inputs == channels else skip)
 
 
 class InitialPredictions(nn.Module):
-    """At one scale: features of each task, and its initial prediction from them."""
+    """At one scale: each task's features, and its initial prediction from them."""
 
     def __init__(self, tasks: Mapping[str, Task], inputs: int, channels: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class InitialPredictions(nn.Module):
     def forward(
         self, maps: Tensor, coarser: Mapping[str, Tensor] | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Features and predictions by task, also from the features of the next coarser scale."""
+        """Features and predictions by task, from the maps and the next coarser scale's features."""
         features = {}
         for task, refine in self.refine.items():
             x = maps
@@ -109,7 +109,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class Propagation(nn.Module):
-    """Feature propagation: from all tasks' features of one scale, to the next finer one."""
+    """Feature propagation: from all tasks' features at one scale to the next finer scale."""
 
     def __init__(self, tasks: Sequence[str], channels: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Propagation(nn.Module):
         """Features by task -> the same shapes."""
         together = torch.cat([features[task] for task in self.excite], 1)
         # The published network takes the softmax over K neighboring channels of the concatenation,
-        # not over the tasks; its results, and the paper's, are of that.
+        # not over the tasks; its published results come from that form.
         mask = self.attend(together).unflatten(1, (-1, len(features))).softmax(2).flatten(1, 2)
         shared = self.reduce(mask * together)
         return {task: excite(shared) + features[task] for task, excite in self.excite.items()}
@@ -146,7 +146,7 @@ class Gate(nn.Module):
 
 
 class Distillation(nn.Module):
-    """At one scale: each task's features, plus what a gate lets through of every other task's."""
+    """At one scale: each task's features, plus the gated features of every other task."""
 
     def __init__(self, tasks: Sequence[str], channels: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class MTINet(nn.Module):
         self.distill = nn.ModuleList(Distillation(names, own) for own in channels)
 
     def forward(self, picture: Tensor) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """For each task its distilled features and initial predictions, both at strides 4 to 32."""
+        """Each task's distilled features and initial predictions, both at strides 4 to 32."""
         maps = self.backbone(picture)
         features: list[dict[str, Tensor]] = [{}] * len(maps)
         predictions: list[dict[str, Tensor]] = [{}] * len(maps)
@@ -211,7 +211,7 @@ class Head(nn.Sequential):
         )
 
     def forward(self, maps: Sequence[Tensor], initial: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The initial predictions as they are, and the final one."""
+        """Returns the unchanged initial predictions, followed by the final one."""
         size = maps[0].shape[-2:]
         return [*initial, super().forward(torch.cat([resized(x, size) for x in maps], 1))]
 

@@ -1,4 +1,4 @@
-"""A multi-task network: a trunk that several tasks' losses reach, and one head a task."""
+"""A multi-task network: a trunk that several tasks' losses reach, and one head per task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,15 +19,17 @@ class Network(nn.Module):
     """Predicts each task from a picture [B, 3, H, W]; H and W are multiples of 32.
 
     Args:
-        trunk: Returns the one argument of all heads, or a dictionary: task -> the arguments of its
-            head, a tuple. Everything that several tasks' losses reach is in it.
-        heads: By task; a head returns its predictions, a list, at any size.
+        trunk: Returns the single argument of all heads, or a dictionary from each task to a tuple
+            of its head's arguments. Contains everything that several tasks' losses reach.
+        heads: By task; a head returns a list of predictions of any size.
 
     """
 
     run_trunk: Callable[[Tensor], Any]
-    """The trunk as `forward` calls it. Replace it by a compiled or wrapped trunk: it is no
-    submodule, so parameters keep their names and are not listed twice."""
+    """The trunk that `forward` calls; may be replaced by a compiled or wrapped trunk.
+
+    It is not a submodule, so parameters keep their names and are not listed twice.
+    """
 
     def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -43,19 +45,19 @@ class Network(nn.Module):
             super().__setattr__(name, value)
 
     def predict(self, shared: Any, task: str, size: Sequence[int]) -> list[Tensor]:
-        """The predictions of one task, at this size, from what the trunk has returned."""
+        """The predictions of one task, resized to `size`, from the trunk's output."""
         own = shared[task] if isinstance(shared, dict) else (shared,)
         return [resized(prediction, size) for prediction in self.heads[task](*own)]
 
     def forward(
         self, picture: Tensor, tasks: Sequence[str] | None = None
     ) -> dict[str, list[Tensor]]:
-        """The predictions of some tasks, all by default; only their heads run.
+        """The predictions of some tasks, by default of all; only their heads run.
 
         Returns:
-            For each task its predictions [B, channels, H, W]. The last one is final; those before
-            it are from intermediate scales, for deep supervision (none for most networks). They
-            are raw: no softmax, no sigmoid, and normals are not normalized.
+            For each task, a list of predictions [B, channels, H, W]. The last one is final; any
+            others are from intermediate scales, for deep supervision. Predictions are raw: no
+            softmax, no sigmoid, and normals are not normalized.
 
         Raises:
             ValueError: A task is not one of the network.
@@ -70,5 +72,5 @@ class Network(nn.Module):
 
 
 def narrowed(channels: int, width: float) -> int:
-    """The number of channels at a width in (0, 1], at least 1."""
+    """The number of channels scaled by a width in (0, 1], at least 1."""
     return max(1, round(channels * width))

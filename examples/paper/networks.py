@@ -27,16 +27,16 @@ def make_network(
     """A network for some tasks; with one task, the single-task network of the tables.
 
     Args:
-        name: "hrnet18" and "resnet18": MTI-Net with these backbones; "segnet": one for all tasks;
-            "cross-stitch": a SegNet a task; "rotograd": SegNet with a rotation a task.
+        name: "hrnet18" or "resnet18" for MTI-Net with this backbone; "segnet" for one SegNet;
+            "cross-stitch" for a SegNet per task; "rotograd" for SegNet with a rotation per task.
         tasks: By name, in their order.
-        pretrained: Whether the backbone has been trained on ImageNet (timm downloads it).
+        pretrained: Whether the backbone is pretrained on ImageNet (timm downloads the weights).
         width: In (0, 1], for small machines: scales the channels of the pyramid of "resnet18", and
-            the filters of SegNet. "hrnet18" has one width.
+            the filters of SegNet. "hrnet18" has a fixed width.
         task_norm: Whether the trunk gets task-specific batch normalization.
 
     Raises:
-        ValueError: An argument does not fit.
+        ValueError: An argument is invalid.
 
     """
     if name not in NAMES:
@@ -50,7 +50,7 @@ def make_network(
     if pretrained and name not in _PRETRAINED:
         raise ValueError(f"pretrained must be False for {name!r}, got {pretrained!r}")
     if task_norm and name == "rotograd":
-        # Its trunk runs once for all tasks.
+        # RotoGrad's trunk runs once for all tasks.
         raise ValueError(f"task_norm must be False for 'rotograd', got {task_norm!r}")
     network: Network
     if name == "hrnet18":

@@ -1,8 +1,8 @@
 """Recon: Reducing Conflicting Gradients from the Root (Shi et al., ICLR 2023).
 
-Training begins with the shared network and counts conflicts, `opt.count_conflicts(S)`. The layers
-with the highest scores, `opt.conflicts().by_module().scores()`, then become task-specific, and
-training starts anew.
+A first training of the shared network counts conflicts with `opt.count_conflicts(S)`. Then the
+layers with the highest `opt.conflicts().by_module().scores()` become task-specific, and training
+starts again.
 """
 
 import copy
@@ -14,20 +14,20 @@ import cs_kernels as cs
 from paper.network import Network
 
 LAYERS = 40
-"""As many of the highest scores as the authors take."""
+"""The authors' number of task-specific layers."""
 SHARE = 0.2
-"""The part of the epochs in which conflicts are counted: the authors' 40 of 200."""
+"""The share of epochs in which conflicts are counted: the authors' 40 of 200."""
 THRESHOLD = 0.0
-"""Two gradients conflict where their cosine is below it: S in S-conflict."""
+"""Two gradients conflict if their cosine is below this S, as in S-conflict."""
 
 
 def choose(scores: Mapping[str, int], layers: int = LAYERS) -> list[str]:
     """The modules that become task-specific, the highest score first.
 
-    A module with score 0 is never taken. Equal scores go in the order of `scores`.
+    Modules with score 0 are never chosen. Equal scores keep the order of `scores`.
 
     Args:
-        scores: By name of a module in the trunk: `opt.conflicts().by_module().scores()`.
+        scores: By the names of modules in the trunk, from `opt.conflicts().by_module().scores()`.
         layers: The largest number of modules.
 
     """
@@ -36,18 +36,18 @@ def choose(scores: Mapping[str, int], layers: int = LAYERS) -> list[str]:
 
 
 class TaskModule(cs.nn.TaskBatchNorm):
-    """One copy of a layer a task; only the active task's runs.
+    """One copy of a layer per task; only the active task's copy runs.
 
-    Any layer will do, not only a normalization: `MultiTaskOptimizer.step`, `cs.nn.active_task` and
-    `cs.nn.extract_task` choose the copy as they choose the normalization of a task.
+    This works for any layer: `MultiTaskOptimizer.step`, `cs.nn.active_task` and
+    `cs.nn.extract_task` choose the copy like a task's normalization.
     """
 
 
 def specialize(network: Network, layers: Sequence[str], tasks: Sequence[str]) -> Network:
-    """Replaces layers of the trunk by a copy for each task, in place.
+    """Replaces layers of the trunk, in place, by one copy per task.
 
-    Build the optimizer afterwards: the copies have new parameters. The trunk then runs once for
-    each task, which is active meanwhile.
+    Build the optimizer afterwards, since the copies have new parameters. The trunk then runs once
+    per task, with this task active.
 
     Args:
         network: The shared network.

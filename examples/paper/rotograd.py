@@ -18,7 +18,7 @@ class Rotation(nn.Module):
     """A learned rotation, at first the identity."""
 
     matrix: Tensor
-    """[size, size], the matrix exponential of a skew-symmetric one."""
+    """[size, size], the matrix exponential of a skew-symmetric matrix."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Rotation(nn.Module):
 
 
 def _rotated(maps: Tensor, matrix: Tensor) -> Tensor:
-    """Rotates the first entries of each sample, flattened: [B, ...] -> the same shape."""
+    """Rotates the first entries of each flattened sample: [B, ...] -> the same shape."""
     flat = maps.flatten(1)
     size = len(matrix)
     rotated = torch.cat([flat[:, :size] @ matrix.T, flat[:, size:]], 1)
@@ -37,29 +37,29 @@ def _rotated(maps: Tensor, matrix: Tensor) -> Tensor:
 class RotoGrad(Network):
     """A network that rotates the shared feature z for each task: its head sees R_k z.
 
-    `backward` computes the gradients of one step of the paper's algorithm. With G_k the gradient of
-    task k's loss with respect to z, for the whole batch, and G_k^0 that of the first step:
+    `backward` computes the gradients of one step of the paper's algorithm. Let G_k be the gradient
+    of task k's loss with respect to z for the whole batch, and G_k^0 its value in the first step.
 
     - Scale: the trunk gets C sum_k U_k with U_k = G_k / ||G_k||. Here C = sum_k alpha_k ||G_k||,
       and alpha_k is the convergence ratio ||G_k|| / ||G_k^0|| over the sum of these ratios.
     - Rotate: R_k minimizes - sum_n <R_k^T g_nk, v_n>, where g_nk is the gradient of sample n with
-      respect to R_k z, and v_n = 1/K sum_k u_nk. Both are constants, from this step, before any
-      parameter changes.
+      respect to R_k z, and v_n = 1/K sum_k u_nk. Both are constants of the current step, computed
+      before any parameter changes.
 
-    Heads get the gradients of their own losses, not scaled. The authors' library differs in two
-    points: it takes the norms G_k^0 anew after 20 steps, and rotations minimize the batch mean of
+    Heads get the unscaled gradients of their own losses. The authors' library differs in two
+    points: it updates the norms ||G_k^0|| after 20 steps, and rotations minimize the batch mean of
     ||R_k w_n - g_nk||^2, where w_n is v_n at the scale of the mean gradient. As R_k is orthogonal,
-    this is the same gradient but for a factor.
+    this gives the same gradient up to a factor.
 
     Args:
         trunk: Returns the shared feature, a tensor [B, ...].
         heads: By task.
-        size: How many entries of the flattened feature of a sample are rotated.
+        size: The number of entries of a sample's flattened feature that are rotated.
 
     """
 
     initial_norms: Tensor
-    """||G_k^0|| by task, NaN before the first step; in the state dict, so a resumed run goes on."""
+    """||G_k^0|| by task, NaN before the first step; in the state dict, so runs can resume."""
 
     def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module], size: int) -> None:
         super().__init__(trunk, heads)
@@ -67,7 +67,7 @@ class RotoGrad(Network):
         self.register_buffer("initial_norms", torch.full((len(heads),), torch.nan))
 
     def predict(self, shared: Tensor, task: str, size: Sequence[int]) -> list[Tensor]:
-        """The predictions of one task from the shared feature, which is rotated first."""
+        """The predictions of one task from the rotated shared feature."""
         matrix: Tensor = self.rotation[task].matrix
         return super().predict(_rotated(shared, matrix.detach()), task, size)
 
@@ -76,7 +76,7 @@ class RotoGrad(Network):
     ) -> dict[str, Tensor]:
         """Sets `.grad` of trunk, heads and rotations for one optimizer step.
 
-        Gradients from before are forgotten.
+        Previous gradients are discarded.
 
         Args:
             picture: [B, 3, H, W].

@@ -1,4 +1,4 @@
-"""Trains the runs of a table that have no result yet, several at once."""
+"""Trains the runs of a table that have no result yet, several at a time."""
 
 import json
 import multiprocessing
@@ -26,16 +26,16 @@ from paper.train import columns
 EXAMPLES = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 ONE_THREAD = threading.Lock()
-"""`start` also asks for the exit codes of other processes, and a code can be read once only."""
+"""`start` also polls other processes' exit codes, each of which can be read only once."""
 
 
 class FailedRunsError(RuntimeError):
-    """Runs have failed in their processes; the message has the ends of their logs."""
+    """Raised if runs fail in their processes; the message contains the ends of their logs."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where data sets and runs are, and how runs are started."""
+    """The folders of data sets and runs, and options for starting runs."""
 
     data: Path
     runs: Path
@@ -56,12 +56,12 @@ class Place:
         return self.runs / run.name
 
     def is_done(self, run: Run) -> bool:
-        """Whether it has a result.
+        """Whether a run has a result.
 
         Raises:
             FileNotFoundError: The data are missing.
-            ValueError: The folder has a checkpoint or a result of other settings or other data, or
-                a damaged one.
+            ValueError: A checkpoint or result in the folder is damaged, or from other settings or
+                data.
 
         """
         folder = self.folder(run)
@@ -87,11 +87,11 @@ class Place:
         return result.exists()
 
     def train(self, run: Run, gpu: str | None = None) -> float:
-        """Trains it in a process of its own, with its output in log.txt; the seconds it took.
+        """Trains a run in its own process, with output in log.txt; returns the seconds it took.
 
         Args:
             run: A run without a result.
-            gpu: The only one that the process sees, as in CUDA_VISIBLE_DEVICES; None: all.
+            gpu: The only GPU that the process sees, as in CUDA_VISIBLE_DEVICES; None for all GPUs.
 
         Raises:
             RuntimeError: The process failed.
@@ -115,7 +115,7 @@ class Place:
                 ended = subprocess.run([sys.executable, *command], stdout=file, stderr=file)
             code = ended.returncode
         else:
-            # Its modules are already imported, which takes longer than a small run.
+            # A forked process has its modules imported, which takes longer than a small run.
             process = CONTEXT.Process(target=_train_here, args=(arguments, log, self.threads, gpu))
             with ONE_THREAD:
                 process.start()
@@ -140,7 +140,7 @@ def _train_here(arguments: list[str], log: Path, threads: int, gpu: str | None) 
 
 
 def missing(parts: list[Part], place: Place) -> list[Run]:
-    """The runs without a result, each once, after those that they need.
+    """The runs without a result, without duplicates, each after the run that it needs.
 
     Raises:
         FileNotFoundError: The data are missing.
@@ -155,10 +155,10 @@ def missing(parts: list[Part], place: Place) -> list[Run]:
 
 
 def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
-    """Trains them, `jobs` at once; those that need another's conflicts after all others.
+    """Trains runs, `jobs` at a time; runs that need other runs' conflicts come last.
 
     Raises:
-        FailedRunsError: One has failed; the others have been trained.
+        FailedRunsError: A run has failed; the others have been trained.
 
     """
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
@@ -194,7 +194,7 @@ def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
                     else:
                         console.print(f"{started[future].name}: {future.result():.0f} s")
             except BaseException:
-                # Runs that have not begun do not begin after Ctrl-C.
+                # After Ctrl-C, no further run starts.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     if failures:

@@ -1,7 +1,7 @@
-"""SegNet, with one head a task: the network of the experiments with Cityscapes.
+"""SegNet with one head per task: the network of the experiments with Cityscapes.
 
 Badrinarayanan et al., "SegNet: A Deep Convolutional Encoder-Decoder Architecture for Image
-Segmentation", 2017, in the split form of Liu et al., "End-to-End Multi-Task Learning with
+Segmentation", 2017, in the multi-task form of Liu et al., "End-to-End Multi-Task Learning with
 Attention", CVPR 2019.
 """
 
@@ -15,10 +15,9 @@ from paper.tasks import Task
 
 FILTERS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = (2, 2, 3, 3, 3)
-"""In the block of each stage, of the encoder as of the decoder."""
+"""Convolutions per block of each stage, in encoder and decoder."""
 PUBLISHED_EXTRAS = 3
-"""Scalars of the published network that no output uses, logarithms of loss weights. The paper's
-count of 95.43 MiB is the same with and without them."""
+"""Unused scalars of the published network (log loss weights), not visible in 95.43 MiB."""
 
 
 def _block(inputs: int, channels: int, convolutions: int) -> nn.Sequential:
@@ -38,7 +37,7 @@ def _initialize(network: nn.Module) -> None:
 
 
 class SegNet(nn.Module):
-    """The shared part: [B, 3, H, W] -> [B, 64 * width, H, W]; H and W are multiples of 32."""
+    """The trunk: [B, 3, H, W] -> [B, 64 * width, H, W]; H and W are multiples of 32."""
 
     def __init__(self, width: float = 1.0) -> None:
         super().__init__()
@@ -54,13 +53,13 @@ class SegNet(nn.Module):
         _initialize(self)
 
     def encode(self, maps: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        """One stage of the encoder, from 0: its pooled maps, and the indices of the maxima."""
+        """Runs one encoder stage; returns its pooled maps, and the indices of the maxima."""
         pooled, indices = functional.max_pool2d(self.encoder[stage](maps), 2, return_indices=True)
         return pooled, indices
 
     def decode(self, maps: Tensor, indices: Tensor, stage: int) -> Tensor:
-        """One stage of the decoder, from 0, which puts maps back where the maxima were."""
-        # As max_unpool2d, for which torch has no deterministic implementation.
+        """Runs one decoder stage, which first moves values back to the positions of the maxima."""
+        # Like max_unpool2d, for which torch has no deterministic implementation.
         height, width = maps.shape[-2:]
         empty = maps.new_zeros(*maps.shape[:2], 4 * height * width)
         unpooled = empty.scatter(2, indices.flatten(2), maps.flatten(2))
@@ -86,7 +85,7 @@ class Head(nn.Sequential):
         _initialize(self)
 
     def forward(self, maps: Tensor) -> list[Tensor]:
-        """The final prediction, alone in a list."""
+        """Returns the final prediction, as a list of one."""
         return [super().forward(maps)]
 
 
@@ -98,7 +97,7 @@ def heads(inputs: int, tasks: Mapping[str, Task]) -> dict[str, Head]:
 def make_segnet(tasks: Mapping[str, Task], width: float = 1.0) -> Network:
     """One SegNet for all tasks.
 
-    With 7 + 1 outputs it has 25,017,672 parameters: the published one without its
+    With 7 + 1 outputs it has 25,017,672 parameters: those of the published network without its
     `PUBLISHED_EXTRAS`.
     """
     trunk = SegNet(width)

@@ -1,7 +1,7 @@
-"""A small real data set in the layout of each archive, from the stereo photograph of the demo.
+"""Small real data sets in the archives' layouts, from the demo's stereo photograph.
 
-It is no substitute for the data of the paper: it lets the whole of an experiment run, with targets
-that were measured and not drawn at random. `stereo.py` says where they come from.
+They do not replace the paper's data, but allow whole experiments to run with measured instead of
+random targets. `stereo.py` describes where the targets come from.
 """
 
 import json
@@ -25,11 +25,11 @@ UNKNOWN_CLASS = 360
 """A class of PASCAL-Context without valid normals: the sky."""
 BOTTLE = 5
 MOST_DISPARITY = 60 / DISPARITY_SCALE
-"""The photograph has up to 59.9 pixels."""
+"""The photograph's disparity is at most 59.9 pixels."""
 COLUMNS = {"train": (slice(0, 230), slice(510, 740)), "val": (slice(250, 490),)}
-"""Parts of the photograph; the columns between them separate the filters of the targets."""
+"""Regions of the photograph; the columns in between separate the filters of the targets."""
 VERSION = 2
-"""Another number when the same settings write other files."""
+"""To be increased if the same settings write different files."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Maps:
     disparity: np.ndarray
     """In pixels divided by 32; 0 where unknown."""
     band: np.ndarray
-    """0, the farthest, to 5, the nearest; -1 where disparity is unknown."""
+    """0 (farthest) to 5 (nearest); -1 where disparity is unknown."""
     normals: np.ndarray
     """0 where unknown."""
     edge: np.ndarray
@@ -49,7 +49,7 @@ class _Maps:
     """Whether a pixel is in the lowest fifth of the photograph."""
 
     def crop(self, top: int, left: int, side: tuple[int, int], size: tuple[int, int]) -> "_Maps":
-        """A part of `side` pixels, reduced to `size`: the picture filtered, the maps sampled."""
+        """A crop of `side` pixels, reduced to `size`: the picture is filtered, maps are sampled."""
         part = (slice(top, top + side[0]), slice(left, left + side[1]))
         rows = nearest(0, side[0], size[0], side[0])
         columns = nearest(0, side[1], size[1], side[1])
@@ -63,30 +63,30 @@ def make_small(
 ) -> None:
     """Write a small data set that `open_dataset(name, root, ...)` opens.
 
-    The crops have the proportions of `size` and a short side of 128 pixels, or less where the part
-    of the photograph is narrower. Training crops are from its two sides in turn, the others from
-    its middle. A second call with the same settings changes nothing. Disparity, in pixels divided
-    by 32, is divided into six bands of equal area; the targets are
+    Crops have the proportions of `size` and a short side of 128 pixels, or less in a narrower
+    region of the photograph. Training crops come alternately from its left and right regions, the
+    others from its middle. A second call with the same settings changes nothing. Disparity, in
+    units of 32 pixels, is split into six bands of equal area. The targets are
 
-    - nyud: as depth the disparity itself, which is not metres and grows towards the camera; as
-      classes the bands; normals and edges as the demo has them;
-    - pascal: as classes the bands, with the farthest as background; as salient the two nearest
-      bands; as "human parts" six directions of the slope of the nearest band, none in every fourth
-      picture and where that band is absent; normals; edges between the bands and around what is
-      unknown;
-    - cityscapes: as classes the bands, and one for the lowest fifth of the photograph; as inverse
-      depth the disparity, scaled to [0, 0.5].
+    - nyud: disparity as depth, which is not in metres and grows towards the camera; the bands as
+      classes; the demo's normals and edges;
+    - pascal: the bands as classes, with the farthest as background; the two nearest bands as
+      salient pixels; six directions of the nearest band's slope as "human parts", except in every
+      fourth picture and in pictures without that band; normals; edges between bands and around
+      unknown regions;
+    - cityscapes: the bands and the lowest fifth of the photograph as classes; disparity, scaled to
+      [0, 0.5], as inverse depth.
 
     Args:
         root: The folder in which the data set's folder is made.
         name: "nyud", "pascal" or "cityscapes".
         train: The number of training pictures.
         val: The number of pictures for evaluation.
-        size: Their height and width.
+        size: The height and width of the pictures.
 
     Raises:
         FileExistsError: The folder exists and was not written with these settings.
-        ValueError: The name is none of these, or a number is not positive.
+        ValueError: The name is unknown, or a number is not positive.
 
     """
     if name not in DATASETS:
@@ -98,7 +98,7 @@ def make_small(
     if _exists(folder, settings):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # A name that no reader looks for; an interrupted write leaves nothing else behind.
+    # Readers ignore this name; an interrupted write leaves nothing else behind.
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         whole = temporary / folder.name
@@ -162,7 +162,7 @@ def _measure() -> _Maps:
         np.where(scanned, disparity, 0),
         np.where(scanned, np.searchsorted(limits, disparity), -1),
         np.where(normals != IGNORE, normals, 0),
-        # The file has no label for unknown: edges are marked where they are known.
+        # The format has no label for unknown pixels, so only known edges are marked.
         scene.targets["edges"][0].numpy() == 1,
         low,
     )
@@ -219,7 +219,7 @@ def _write_pascal(folder: Path, split: str, index: int, number: int, maps: _Maps
 
 
 def _slopes(maps: _Maps, mask: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Parts of the mask by the direction of the slope, in six sectors; one part of each group."""
+    """Splits the mask into six sectors by slope direction; each gets a part name of one group."""
     names = {group: part for part, group in PARTS.items()}
     angle = np.arctan2(maps.normals[..., 1], maps.normals[..., 0])  # In [-pi, pi].
     sector = np.clip(np.floor((angle + np.pi) / (2 * np.pi) * 6), 0, 5).astype(int) + 1
@@ -232,7 +232,7 @@ def _slopes(maps: _Maps, mask: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def _structs(fields: tuple[str, ...], rows: list[tuple[object, ...]]) -> np.ndarray:
-    """A structure array [1, rows], as `savemat` takes it."""
+    """A structure array [1, rows], for `savemat`."""
     return np.array([rows], [(field, object) for field in fields])
 
 

@@ -1,4 +1,4 @@
-"""From folders of runs to the paper's tables and figures, the paper's numbers beside ours."""
+"""Makes the paper's tables and figures from folders of runs, beside the paper's numbers."""
 
 import json
 import statistics
@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Result:
-    """One row with one seed; of the single-task row, all its networks."""
+    """The result of a row for one seed; for the single-task row, of all its networks."""
 
     metrics: Values
     delta: float
@@ -39,11 +39,11 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """The mean over the tasks of the last epoch's training losses, unweighted."""
+        """The unweighted mean over tasks of the last epoch's training losses."""
         return statistics.mean(self.history[-1]["losses"].values())
 
     def losses(self) -> dict[str, list[float]]:
-        """By task, over the epochs."""
+        """Training losses by task and epoch."""
         return {task: [epoch["losses"][task] for epoch in self.history] for task in self.tasks}
 
 
@@ -86,7 +86,7 @@ def _read(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def table_rows(part: Part, found: Found) -> tuple[list[str], list]:
-    """Headings and rows, two a method: ours, then the paper's."""
+    """Headings and rows, two per method: ours, then the paper's."""
     head = ["method", "", *(measure.title for measure in part.measures)]
     head += ["Δm %↑"]
     digits = [measure.digits for measure in part.measures] + [2]
@@ -118,7 +118,7 @@ def table_rows(part: Part, found: Found) -> tuple[list[str], list]:
 
 
 def describe(run: Run, *, small: bool) -> str:
-    """The difference from the published settings, for the head of a table."""
+    """Describes deviations from the published settings, for the head of a table."""
     parts = []
     if small:
         parts.append(
@@ -155,16 +155,16 @@ def write(
     small: bool,
     stem: str | None = None,
 ) -> None:
-    """Prints all parts of a table, and writes them and its figures to `out`.
+    """Prints all parts of a table, and writes them and the figures to `out`.
 
     Args:
         name: The table.
         parts: Its parts, or some of them.
         folder: The folder of all runs.
         out: The folder of the files.
-        console: Where it is printed.
+        console: The console to print on.
         small: Whether the data are the small set.
-        stem: The name of the file, without its ending; that of the table by default.
+        stem: The file name without its suffix, by default the table's name.
 
     """
     text = ""
@@ -189,7 +189,7 @@ def write(
 def write_time(
     rows: Mapping[str, float], part: Part, out: Path, console: Console, *, small: bool
 ) -> None:
-    """The table of seconds an epoch."""
+    """Prints and writes the table of seconds per epoch."""
     head = ["", *rows]
     printed = PUBLISHED["time"]
     lines = [
@@ -218,14 +218,14 @@ def shares(epoch: Mapping[str, Any]) -> np.ndarray:
 
 
 def _compared(ours: Mapping[int, float], others: Mapping[int, float]) -> str:
-    """Mean difference, its deviation, and in how many seeds it is positive."""
+    """The mean difference, its deviation, and the number of seeds in which it is positive."""
     differences = [ours[seed] - others[seed] for seed in ours]
     wins = sum(difference > 0 for difference in differences)
     return f"{cell(differences, 2, '+')}, higher in {wins} of {len(differences)} seeds"
 
 
 def findings(name: str, parts: list[Part], results: list[Found]) -> Iterator[str]:
-    """The paper's claims about a table, as they come out here."""
+    """Our measurements for the paper's claims about a table."""
     if name in ("nyud", "pascal", "cityscapes"):
         yield from _found_of_methods(results[0], losses=name != "cityscapes")
     elif name == "ablation":
@@ -285,7 +285,7 @@ def _found_of_phases(found: Found) -> Iterator[str]:
 
 
 def _moved(history: list[dict[str, Any]]) -> float:
-    """The mean percentage of channels that change hands between tasks from epoch to epoch, net."""
+    """The mean net percentage of channels whose top-priority task changes between epochs."""
     steps = [np.abs(shares(b) - shares(a)).sum() / 2 for a, b in pairwise(history)]
     return float(np.mean(steps)) if steps else 0.0
 
@@ -318,7 +318,7 @@ def _found_of_orders(found: Found) -> Iterator[str]:
 
 
 def _draw(name: str, parts: list[Part], results: list[Found], out: Path) -> None:
-    """The paper's figures of the first seed, beside the table."""
+    """Draws the paper's figures for the first seed."""
     tasks, title = list(TASKS[parts[0].data]), parts[0].title
     first = {row: next(iter(seeds.values())) for row, seeds in results[0].items() if row != SINGLE}
     runs = {

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 IGNORE = 255
-"""In every target, where it is unknown: no loss, no metric."""
+"""Marks unknown pixels in all targets; they enter neither losses nor metrics."""
 
 Kind = Literal["classes", "depth", "normals", "edges", "saliency"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One output of the network.
+    """One output of the network, and its target.
 
     A target of kind "classes" is int64 [H, W]; the others are float32 [channels, H, W]: depth in
     the data set's unit, unit normals, edges and saliency as 0 or 1.
@@ -36,11 +36,11 @@ class Measure:
     lower: bool
     """Whether lower is better."""
     counts: bool
-    """Whether it counts in Delta_m."""
+    """Whether the metric counts in Delta_m."""
 
     @property
     def title(self) -> str:
-        """The heading of its column, with a star where it counts."""
+        """The heading of the metric's column, with a star if it counts in Delta_m."""
         name, arrow = self.heading[:-1], self.heading[-1]
         return f"{name}{'*' if self.counts else ''}{arrow}"
 

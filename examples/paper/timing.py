@@ -1,4 +1,4 @@
-"""Seconds a step and an epoch of a run, measured on this machine."""
+"""Seconds per step and per epoch of a run, measured on this machine."""
 
 import statistics
 import tempfile
@@ -17,9 +17,9 @@ from paper.train import Training
 ROWS = tuple(PUBLISHED["time"])
 """Columns of the paper's table of training times."""
 STEPS = 14
-"""Steps of each row of that table; the first two are not counted."""
+"""Timed steps of each row; the first two are discarded."""
 SIDES = (64, 192)
-"""Of the pictures that `estimate` times steps on: the published sizes take minutes on a CPU."""
+"""Sides of the pictures on which `estimate` times steps; published sizes take minutes on CPUs."""
 
 
 def _timed_step(training: Training, batch: dict[str, torch.Tensor]) -> float:
@@ -39,13 +39,13 @@ def _start(run: Run, folder: str, data: Path) -> Training:
 
 
 def timed_runs(part: Part) -> list[Run]:
-    """A run of each method on one network."""
+    """One run per method, all on the same network."""
     example = next(run for run in part.runs() if run.row == "GD")
     return [replace(example, row=row) for row in ROWS]
 
 
 def time_rows(part: Part, data: Path, steps: int = STEPS) -> dict[str, float]:
-    """Seconds an epoch of each method on one network: the median of steps that take turns."""
+    """Seconds per epoch of each method on one network, from medians of steps that take turns."""
     with tempfile.TemporaryDirectory() as folder:
         trainings = {run.row: _start(run, folder, data) for run in timed_runs(part)}
         first = next(iter(trainings.values()))
@@ -72,10 +72,10 @@ def _random_batch(
 
 
 def _step_seconds(training: Training, threads: int) -> float:
-    """About the seconds of one step of a run.
+    """Estimates the seconds of one step of a run.
 
-    On a CPU, a step takes some time whatever the pictures, and some for each pixel. One thread is
-    timed, as the processor's time of several has their waiting in it.
+    On a CPU, a step's time is a constant plus a term proportional to the number of pixels. A single
+    thread is timed, since the processor time of several includes their waiting.
     """
     pictures, size = training.settings.batch, training.train_set.size
     if training.device.type == "cuda":
@@ -90,7 +90,7 @@ def _step_seconds(training: Training, threads: int) -> float:
 
 
 def _processor_seconds(training: Training, side: int) -> float:
-    """Of a step on one square picture, as if the machine had no other work."""
+    """Processor time of a step on one square picture, independent of the machine's load."""
     batch = _random_batch(training, 1, (side, side))
     start = time.process_time()
     training.step(batch)
@@ -98,7 +98,7 @@ def _processor_seconds(training: Training, side: int) -> float:
 
 
 def _kind(run: Run) -> tuple[object, ...]:
-    """Equal for runs whose steps have the same forward and backward passes."""
+    """A key that is equal for runs whose steps have the same forward and backward passes."""
     by_task = run.task_norm or run.how.recon
     return run.data, run.network, run.how.network, len(run.tasks), by_task
 
@@ -106,17 +106,16 @@ def _kind(run: Run) -> tuple[object, ...]:
 def estimate(
     runs: Sequence[Run], place: Place, jobs: int, console: Console, steps: int | None = None
 ) -> None:
-    """Prints about how long training takes in one process a run, by kinds of runs.
+    """Prints estimates of training times, with one process per run, by kind of run.
 
-    Pictures are not read. Evaluation, and epochs that interrupted runs have behind them, are not
-    considered.
+    Pictures are not read. Evaluation, and completed epochs of interrupted runs, are ignored.
 
     Args:
         runs: The runs to train.
         place: Where their data are.
         jobs: How many runs are trained at once.
         console: Gets a line for each kind.
-        steps: The steps of a run; by default, those of all its epochs.
+        steps: The number of steps of a run; by default, of all its epochs.
 
     """
     total = 0.0
@@ -125,7 +124,7 @@ def estimate(
         kinds.setdefault(_kind(run), []).append(run)
     for alike in kinds.values():
         run = alike[0]
-        # Recon's layers are not known yet, but ours has the same passes. Weights for the backbone
+        # Recon's layers are not known yet, but our method makes the same passes. Pretrained weights
         # would be downloaded, and compiling takes minutes.
         settings = replace(run.settings, pretrained=False, compile=False, workers=0)
         timed = replace(run, row="Mixed" if run.how.recon else run.row, settings=settings)

@@ -1,9 +1,9 @@
 """Trains one network: `python -m paper.train FOLDER --data ROOT`, also under torchrun.
 
-FOLDER has the run as `run.json`, and gets
+FOLDER contains the run as `run.json`, and receives
 
-- `checkpoint.pt` after every epoch: training goes on from it, to the same bits as without a break;
-- `tensorboard/`: losses, task weights, conflicts and shares of priority, metrics;
+- `checkpoint.pt` after every epoch; a resumed training has the same bits as an uninterrupted one;
+- `tensorboard/`: losses, task weights, conflicts, shares of top-priority channels, metrics;
 - `result.json` at the end: metrics, the history by epoch, the number of parameters, seconds.
 """
 
@@ -48,7 +48,7 @@ LOG_EVERY = 20
 
 
 def make_weighting(name: str, tasks: Mapping[str, Task], device: torch.device) -> cs.Weighting:
-    """One of the paper's four (appendix C)."""
+    """One of the paper's four loss weightings (appendix C)."""
     if name == "tuned":
         return cs.FixedWeights({name: task.weight for name, task in tasks.items()})
     if name == "dwa":
@@ -63,7 +63,7 @@ def make_weighting(name: str, tasks: Mapping[str, Task], device: torch.device) -
 
 
 def make_schedule(name: str, epochs: int, seed: int) -> cs.Schedule:
-    """The phases of a row."""
+    """The schedule of a row."""
     if name == "phase 1":
         return cs.Sequential()
     if name == "switch":
@@ -72,13 +72,13 @@ def make_schedule(name: str, epochs: int, seed: int) -> cs.Schedule:
 
 
 class Training:
-    """The training of one network, from its last checkpoint on.
+    """The training of one network, which resumes from its last checkpoint.
 
     Args:
         run: The run to train.
         folder: Receives checkpoints, logs and the result.
         root: The folder that contains the data sets.
-        conflicts: For Recon: the modules' scores in the run that it builds on.
+        conflicts: For Recon, the modules' scores in the run that it builds on.
 
     Raises:
         ValueError: The run does not fit the number of processes, the batch is larger than the data,
@@ -102,11 +102,11 @@ class Training:
             )
         torch.manual_seed(run.seed)
         self.tasks = {task: TASKS[run.data][task] for task in run.tasks}
-        """In the order of Phase 1."""
-        # A loader's batch on the processor tells every rank who has labels, without the GPU.
+        """The tasks in the order of Phase 1."""
+        # Ranks exchange who has labels while the batch is on the CPU, without waiting for the GPU.
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.data = fingerprint(run.data, root)
-        """Kept in checkpoints and the result: they are of these data."""
+        """Stored in checkpoints and the result, to identify their data."""
         self._make_network(conflicts)
         self._make_optimizer()
         self._make_loaders(root)
@@ -119,7 +119,7 @@ class Training:
         run, how = self.run, self.run.how
         network = make_network(
             how.network or run.network,
-            # In the same order whatever that of Phase 1, so that initial weights are the same.
+            # Independent of Phase 1's order of tasks, so that initial weights are the same.
             {name: task for name, task in TASKS[run.data].items() if name in self.tasks},
             pretrained=self.settings.pretrained,
             width=self.settings.width,
@@ -133,12 +133,12 @@ class Training:
             network = recon.specialize(network, recon.choose(conflicts), list(self.tasks))
         self.network = network.to(self.device)
         self.has_copies = run.task_norm or how.recon
-        """Whether layers of the trunk have a copy a task."""
+        """Whether layers of the trunk have one copy per task."""
         # With one task, `step` also averages the statistics of its head over the ranks.
         self.by_task = self.has_copies or len(self.tasks) == 1
-        """Whether every task takes a forward pass of its own."""
+        """Whether every task makes its own forward pass."""
         if self.settings.compile:
-            # A graph for each task, training and evaluation, and for a smaller last batch.
+            # Each task needs graphs for training, for evaluation, and for smaller last batches.
             torch._dynamo.config.recompile_limit = 4 * len(self.tasks) + 4
             self.network.run_trunk = torch.compile(self.network.trunk)
 
@@ -188,7 +188,7 @@ class Training:
             run.data, root, "train", size=settings.size, augment=True, seed=run.seed
         )
         # An epoch has the same order on any number of ranks. The sampler adds the epoch to its
-        # seed: neighbouring seeds would share their orders.
+        # seed, so neighbouring seeds would share orders.
         self.sampler = DistributedSampler(
             self.train_set, self.ranks, self.rank, seed=1_000_003 * run.seed, drop_last=True
         )
@@ -196,7 +196,7 @@ class Training:
             "num_workers": settings.workers,
             "persistent_workers": settings.workers > 0,
             "pin_memory": self.device.type == "cuda",
-            # Seeds of workers: not from torch's own generator, which belongs to the training.
+            # Seeds workers without advancing torch's default generator, which the training uses.
             "generator": torch.Generator(),
         }
         batch = settings.batch // self.ranks
@@ -212,7 +212,7 @@ class Training:
         self.val_loader = DataLoader(part, batch, **options)
 
     def train(self, progress: Progress | None = None) -> dict[str, Any]:
-        """All epochs that are left; the result, also in `result.json`."""
+        """Trains the remaining epochs; returns the result, and writes it to `result.json`."""
         steps = len(self.loader)
         bar = None
         if progress is not None:
@@ -271,7 +271,7 @@ class Training:
             self._log(writer, record)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One step on the tasks that the batch has labels for; their losses, detached."""
+        """Makes a step on the tasks with labels in the batch; returns their detached losses."""
         labelled = [task for task in self.tasks if bool((batch[task] != IGNORE).any())]
         if not self._anywhere(bool(labelled)):
             return {}
@@ -300,7 +300,7 @@ class Training:
         return losses
 
     def _anywhere(self, here: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Whether `here` is true on any rank."""
         if self.hosts is None:
             return here
         found = torch.tensor(here, dtype=torch.int32)
@@ -317,7 +317,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The metrics of every task on the whole of the evaluation part, pooled over the ranks.
+        """The metrics of every task on the whole evaluation split, pooled over the ranks.
 
         All metrics of a task are NaN if a prediction is not finite or no pixel is labelled.
         """
@@ -345,7 +345,7 @@ class Training:
         return result
 
     def _shares(self) -> dict[str, list[int]]:
-        """By layer, the channels with each task as their top-priority task."""
+        """For each layer, the number of channels with each task as top-priority task."""
         if self.opt is None or not isinstance(self.opt.method, cs.ConnectionStrength):
             return {}
         return {
@@ -395,7 +395,7 @@ class Training:
             return
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # The reader has many errors for a damaged file.
+        except Exception as error:  # torch.load raises many types of errors for a damaged file.
             raise ValueError(f"{path} cannot be read: delete it to begin anew") from error
         if state["data"] != self.data:
             raise ValueError(
@@ -410,7 +410,7 @@ class Training:
         torch.set_rng_state(state["random"])
 
     def _write_conflicts(self) -> None:
-        """Ends counting."""
+        """Stops counting conflicts, and writes the scores."""
         scores = self.opt.conflicts().by_module().scores()
         self.opt.count_conflicts(None)
         if self.rank == 0:
@@ -444,7 +444,7 @@ def _place() -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # A long timeout: ranks wait for each other during an evaluation, and while one saves.
+        # A long timeout, since ranks wait for each other during evaluation and saving.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=1))
     return dist.get_rank(), dist.get_world_size(), device
@@ -473,7 +473,7 @@ def _end_with(process: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains the run in a folder; the arguments are those of the command line by default."""
+    """Trains the run in a folder; by default, arguments come from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -15,12 +15,12 @@ MICRO_BATCHES = 2
 
 
 def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
-    """The loss of a micro-batch, divided by their number, so that the losses' sum is their mean."""
+    """A micro-batch's loss divided by the number of micro-batches, so that losses sum to a mean."""
     return loss_of(task, network(images, task), targets[task]) / MICRO_BATCHES
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """With task-specific normalization: a list of closures, one per micro-batch."""
+    """With task-specific normalization: `step` takes a list of closures, one per micro-batch."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -31,7 +31,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         opt.start_epoch(epoch)
         batches = make_batches(6)
         for first in range(0, len(batches), MICRO_BATCHES):
-            # With partial, because lambdas in a loop would all see the last micro-batch.
+            # Uses partial, because lambdas in a loop would all see the last micro-batch.
             closures = [
                 partial(batch_loss, network, images, targets)
                 for images, targets in batches[first : first + MICRO_BATCHES]
@@ -41,7 +41,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
 
 
 def train_unnormalized(epochs: int = 4) -> tuple[Network, list]:
-    """Without it: one forward pass for all tasks; `update=False` except in the last micro-batch."""
+    """Without it: one forward pass for all tasks; only the last micro-batch updates."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

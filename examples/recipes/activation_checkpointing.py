@@ -1,7 +1,7 @@
-"""Activation checkpointing in the trunk: each backward pass recomputes its activations.
+"""Activation checkpointing: each backward pass recomputes the trunk's activations.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12, if this loop
-also updates the statistics twice, as torch does when it recomputes.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12, if the plain
+loop also updates the statistics twice, as torch does when it recomputes.
 """
 
 import torch
@@ -20,12 +20,12 @@ class Checkpointed(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Non-reentrant: the graph shows the parameters, which MultiTaskOptimizer checks."""
+        """Uses non-reentrant checkpointing, whose graph shows the parameters to the optimizer."""
         return checkpoint(self.module, x, use_reentrant=False)
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Two epochs of Phase 1, then Phase 2."""
+    """Trains two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     network.trunk = Checkpointed(network.trunk)
@@ -36,7 +36,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
     for epoch in range(epochs):
         opt.start_epoch(epoch)
         for images, targets in make_batches():
-            # The task is active until its backward pass ends, so the recomputed part uses it too.
+            # A task stays active until its backward pass ends, so recomputation uses it too.
             losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
             history.append(losses)
     return network, history

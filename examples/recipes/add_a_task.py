@@ -1,4 +1,4 @@
-"""A new task in the middle of training: its normalization, its head, and a new MultiTaskOptimizer.
+"""Adds a task in the middle of training: normalization, head, and a new MultiTaskOptimizer.
 
 In float64, parameters and running statistics equal those of a plain loop to 1e-12.
 """
@@ -17,17 +17,17 @@ ADDED = 3
 
 
 def with_normals(targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Targets of a third task."""
+    """Adds targets of a third task."""
     return {**targets, "normals": -targets["depth"]}
 
 
 def train(epochs: int = EPOCHS) -> tuple[Network, list]:
-    """Two tasks, then three."""
+    """Trains two tasks, then three."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # A function of the epoch alone, so the next MultiTaskOptimizer can continue with it. (But its
-    # steps start from 0: with draw="step", or a method with random numbers, draws would repeat.)
+    # Depends only on the epoch, so the new MultiTaskOptimizer can continue with it. (But its steps
+    # start from 0: with draw="step", or a method with random numbers, draws would repeat.)
     schedule = cs.Mixed(epochs=EPOCHS, seed=9)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
 
@@ -37,8 +37,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
             new = cs.nn.add_task(network.trunk, "normals", like="depth")
             network.heads["normals"] = copy.deepcopy(network.heads["depth"])
             new += network.heads["normals"].parameters()
-            # The torch optimizer stays the same, and keeps the moments of all other parameters.
-            # The state of the old MultiTaskOptimizer, with two tasks, cannot be loaded for three.
+            # The torch optimizer stays, and keeps the moments of all other parameters. The old
+            # MultiTaskOptimizer's state has two tasks, and cannot be loaded for three.
             adam.add_param_group({"params": new})
             tasks = [*TASKS, "normals"]
             opt = cs.MultiTaskOptimizer(network.trunk, adam, tasks, schedule=schedule)

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` at the end, after all of it is on the disk."""
+    """Yields a file to write to, which replaces `path` once its whole content is on the disk."""
     new = path.with_name(f"{path.name}.new")  # A fixed name: the next write overwrites leftovers.
     with new.open("wb") as file:
         yield file

@@ -1,4 +1,4 @@
-"""Accelerate with gradient accumulation: one more line, which names the task of a micro-batch.
+"""Accelerate with gradient accumulation: one more line names the task of a micro-batch.
 
 In float64, parameters agree to 1e-7 with those of a plain loop that multiplies each task's exact
 gradient of the trunk by the previous step's weights.
@@ -14,13 +14,13 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, **options: Any) -> tuple[Network, list]:
-    """Two steps per epoch: with four micro-batches, and with the remaining two."""
+    """Makes two steps per epoch: with four micro-batches, and with the remaining two."""
     accelerator = Accelerator(gradient_accumulation_steps=4, **options)
     plain = make_network(normalized=False)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(make_task_batches(), batch_size=None)
     network, adam, loader = accelerator.prepare(plain, adam, loader)
-    given = {"optimizer": adam, "scaler": accelerator.scaler}  # Scaler: float16 only.
+    given = {"optimizer": adam, "scaler": accelerator.scaler}  # The scaler is for float16 only.
     balancer = cs.GradientBalancer(plain.trunk.parameters(), TASKS, **given)
 
     history = []

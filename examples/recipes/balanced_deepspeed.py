@@ -1,6 +1,6 @@
-"""DeepSpeed's engine (ZeRO stages 0 to 2) with task weights: its loop stays as it is.
+"""DeepSpeed's engine (ZeRO stages 0 to 2) with task weights; its loop does not change.
 
-Start it by deepspeed --num_gpus=2 balanced_deepspeed.py, or by torchrun. Parameters agree to
+Start it with deepspeed --num_gpus=2 balanced_deepspeed.py, or with torchrun. Parameters agree to
 1e-6 with those of one process without DeepSpeed that trains with whole batches.
 """
 
@@ -15,7 +15,7 @@ BATCH = 4  # Over all ranks.
 
 
 def train(epochs: int = 4, stage: int = 2) -> tuple[torch.nn.Module, list]:
-    """A forward and a backward pass per task; the engine's second step makes the update."""
+    """Makes a forward and a backward pass per task; the engine updates in its second step."""
     deepspeed.init_distributed()
     rank, size = dist.get_rank(), dist.get_world_size()
     config = {

@@ -1,4 +1,4 @@
-"""Lightning with automatic optimization: task weights in Lightning's own loop.
+"""Task weights in Lightning's own loop, with automatic optimization.
 
 In float64, resumed or not, parameters agree to 1e-7 with those of a plain loop that multiplies each
 task's exact gradient of the trunk by the previous step's weights.
@@ -49,7 +49,7 @@ class Module(lightning.LightningModule):
 
 
 def train(epochs: int = 4, resume: str | None = None, **options: Any) -> tuple[Module, Any]:
-    """Two steps per epoch: with four batches, and with the remaining two."""
+    """Makes two steps per epoch: with four batches, and with the remaining two."""
     module = Module()
     loader = torch.utils.data.DataLoader(make_task_batches(), batch_size=None)
     trainer = lightning.Trainer(max_epochs=epochs, accumulate_grad_batches=4, **options)

@@ -1,7 +1,7 @@
-"""Many processes with DistributedDataParallel or fully_shard, each with its part of every batch.
+"""Task weights on many processes, with DistributedDataParallel or fully_shard.
 
-Start it by torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of one
-process on whole batches to 1e-4, and the task weights of all ranks are bit-equal.
+Start it with torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of
+one process on whole batches to 1e-4, and the task weights of all ranks are bit-equal.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def train(epochs: int = 4, *, sharded: bool = False) -> tuple[torch.nn.Module, l
         for module in (network.trunk, network):
             fully_shard(module)
     else:
-        # A pass only reaches its own task's head.
+        # A pass reaches only its own task's head.
         network = DistributedDataParallel(network, find_unused_parameters=True)
     plain = network if sharded else network.module
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()
-    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
+    # On GPUs, use "nccl", and put the network and the batches on device LOCAL_RANK.
     dist.init_process_group("gloo")
     history = train(sharded=options.sharded)[1]
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The Trainer of transformers with task weights: one method is wrapped, and no step is replaced.
+"""The Trainer of transformers with task weights: wraps one method, and replaces no step.
 
 In float64, parameters agree to 1e-7 with those of a loop that multiplies each task's exact gradient
 of the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 class BalancedTrainer(Trainer):
-    """Keeps the Trainer's own steps; a batch has texts of one task."""
+    """Keeps the Trainer's own steps; a batch has the texts of one task."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
         with self.balancer.task(inputs["task"]):
@@ -51,11 +51,11 @@ class SaveBalancer(TrainerCallback):
 
 
 def train(folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any) -> Trainer:
-    """Three epochs of three steps: two with three batches, and one with the remaining two."""
+    """Trains three epochs of three steps: two with three batches, one with the remaining two."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    batches = []  # One task each. Words are numbers; labels tell which exceed the word before.
+    batches = []  # One task per batch; words are numbers, and "order" labels increases.
     for x in torch.randint(30, (4, 8, 8)):
         batches.append({"input_ids": x, "labels": x[:, 0] // 10, "task": "topic"})
         batches.append({"input_ids": x, "labels": (x > x.roll(1, 1)).long(), "task": "order"})
@@ -66,7 +66,7 @@ def train(folder: str, resume: str | None = None, dropout: float = 0.1, **option
     balancer = cs.GradientBalancer(network.bert.parameters(), TASKS, optimizer=adam)
     if resume is not None:
         balancer.load_state_dict(torch.load(f"{resume}/balancer.pt"))
-    # A sample of the Trainer is a whole batch here.
+    # Here, a sample of the Trainer is a whole batch.
     given = network, arguments, lambda samples: samples[0], batches
     callback = SaveBalancer()
     trainer = BalancedTrainer(*given, callbacks=[callback], optimizers=(adam, None))

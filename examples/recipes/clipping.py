@@ -1,8 +1,8 @@
-"""Gradient clipping: of each task's gradient before surgery, or of the update after it.
+"""Gradient clipping: each task's gradient before surgery, or the update after surgery.
 
-Clip before surgery if one task's outliers should not decide the direction of the update, and after
-it if the update's length needs a bound: by `clip_grad_norm_` after `opt.backward`, or by a hook
-with `opt.step`, which steps the torch optimizer itself.
+Clip before surgery if one task's outliers should not determine the update's direction. Clip after
+surgery if the update's length needs a bound: call `clip_grad_norm_` after `opt.backward`, or use a
+hook with `opt.step`, which steps the torch optimizer itself.
 
 In float64, parameters and running statistics equal those of plain loops to 1e-12.
 """
@@ -18,7 +18,7 @@ MAX_NORM = 0.5
 
 
 def loss_with_outliers(step: int, task: str, prediction: Tensor, target: Tensor) -> Tensor:
-    """In every fourth step, the depth loss is a hundred times as large."""
+    """The loss; in every fourth step, the depth loss is a hundred times as large."""
     factor = 100 if task == "depth" and step % 4 == 3 else 1
     return factor * loss_of(task, prediction, target)
 
@@ -37,7 +37,7 @@ def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
         losses = {t: loss_with_outliers(step, t, predictions[t], targets[t]) for t in TASKS}
         history.append(opt.backward(losses))
         if before:
-            # Clipped only clips the trunk's gradients, but the heads' gradients have outliers too.
+            # Clipped clips only the trunk's gradients, but the heads' gradients have outliers, too.
             for head in network.heads.values():
                 clip_grad_norm_(head.parameters(), MAX_NORM)
         else:
@@ -52,11 +52,11 @@ def train_with_hook(epochs: int = 4) -> tuple[Network, list]:
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 
-    def clip(*_: object) -> None:  # Must return None, or it replaces the step's arguments.
+    def clip(*_: object) -> None:  # Must return None; other results replace `step`'s arguments.
         clip_grad_norm_(network.parameters(), MAX_NORM)
 
     sgd.register_step_pre_hook(clip)
-    # ConnectionStrength, the default, can only be clipped after surgery.
+    # ConnectionStrength, the default, allows clipping only after surgery.
     opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, schedule=cs.Switch(2))
 
     history, batches = [], make_batches()

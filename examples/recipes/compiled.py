@@ -13,7 +13,7 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, backend: str = "inductor") -> tuple[Network, list]:
-    """Two epochs of Phase 1, then Phase 2."""
+    """Trains two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before compilation.
     # Call it instead of network.trunk. (network.trunk.compile() would not compile the

@@ -1,7 +1,7 @@
-"""Export of one task: its network without task-specific normalization, by torch.export.
+"""Exports one task's network, without task-specific normalization, with torch.export.
 
-In float64, outputs of the exported program equal those of the converted network with this task
-active to 1e-12. The state dict has the same keys as the trunk's before the conversion.
+In float64, outputs of the exported program equal those of the converted network, with this task
+active, to 1e-12. The state dict has the same keys as the trunk's before the conversion.
 """
 
 import torch
@@ -12,7 +12,7 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 2) -> tuple[Network, list]:
-    """An epoch of Phase 1, then Phase 2."""
+    """Trains an epoch of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -31,7 +31,7 @@ def export(network: Network, task: str) -> torch.export.ExportedProgram:
     """The trunk of one task with its head, for batches of any size."""
     plain = nn.Sequential(cs.nn.extract_task(network.trunk, task), network.heads[task]).eval()
     images = make_batches()[0][0]
-    batch = torch.export.Dim("batch", min=1, max=65535)  # CUDA normalizes no more.
+    batch = torch.export.Dim("batch", min=1, max=65535)  # The largest batch on CUDA.
     return torch.export.export(plain, (images,), dynamic_shapes=({0: batch},))
 
 

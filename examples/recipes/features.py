@@ -1,4 +1,4 @@
-"""Surgery at the features: the trunk runs forward once and backward once, with any number of tasks.
+"""Surgery at the features: one forward and one backward pass of the trunk for any number of tasks.
 
 In float64, parameters and running statistics agree to 1e-12 with those of a plain loop that
 projects the gradients of the features.

@@ -1,8 +1,8 @@
-"""A plain fine-tuning loop that keeps an old text: everything that such a loop has besides.
+"""A complete fine-tuning loop that protects the loss on an old text.
 
-Two micro-batches per update, autocast, clipping, a cosine schedule, updates that are skipped if a
-loss is not finite, a log of the conflicts, and checkpoints. In float64, parameters equal those of a
-plain loop to 1e-12, whether or not the run was resumed.
+The loop has two micro-batches per update, autocast, clipping, a cosine schedule, a log of
+conflicts, and checkpoints; it skips updates with a non-finite loss. In float64, parameters equal
+those of a plain loop to 1e-12, whether or not the run was resumed.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ TASKS, UPDATES, MICRO_BATCHES = ["old", "new"], 12, 2
 
 
 def make_network() -> nn.Module:
-    """A decoder would be the trunk in the same way, with its head, so that both are protected."""
+    """A small language model; as the trunk, it is protected together with its head."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32))
 
@@ -65,7 +65,7 @@ def train(
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             adamw.step()
         else:
-            adamw.zero_grad()  # Says that this update is dropped.
+            adamw.zero_grad()  # Marks this update as dropped.
         cosine.step()
         history.append(opt.report().scalars())  # To W&B or TensorBoard; not in every update.
     if checkpoint is not None:

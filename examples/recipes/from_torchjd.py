@@ -13,7 +13,7 @@ import cs_kernels as cs
 
 
 def train_torchjd(epochs: int = 4, aggregator: Aggregator | None = None) -> tuple[Network, list]:
-    """Computes Jacobians of the trunk in `.jac`, from which UPGrad makes `.grad`."""
+    """Computes the trunk's Jacobians in `.jac`, from which UPGrad computes `.grad`."""
     network = make_network(normalized=False)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     aggregator = UPGrad() if aggregator is None else aggregator

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def train(epochs: int = 4, dtype: torch.dtype = torch.float16) -> tuple[Network, list]:
-    """Two epochs of Phase 1, then Phase 2."""
+    """Trains two epochs of Phase 1, then Phase 2."""
     network = make_network().to(DEVICE)
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -31,8 +31,8 @@ def train(epochs: int = 4, dtype: torch.dtype = torch.float16) -> tuple[Network,
             targets = {task: target.to(DEVICE) for task, target in targets.items()}
 
             def loss(task: str) -> torch.Tensor:
-                # Not around opt.step: torch caches cast weights until autocast ends, so in
-                # Phase 1, the second task would get the weights from before the first update.
+                # Not around opt.step: torch caches cast weights until autocast ends, so in Phase 1
+                # the second task would use the weights from before the first update.
                 with torch.autocast(DEVICE, dtype):
                     prediction = network(images, task)
                 return loss_of(task, prediction.float(), targets[task])

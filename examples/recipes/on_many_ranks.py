@@ -1,6 +1,6 @@
-"""Many processes, each with its part of every batch.
+"""Training on many processes, each with its part of every batch.
 
-Start it by torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
+Start it with torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
 statistics agree to 1e-12 with those of a plain loop that runs every part separately and averages
 the gradients. All ranks end with the same parameters and statistics.
 """
@@ -28,7 +28,7 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Only one line differs from a single process: the group."""
+    """Trains; only the process group differs from a single process."""
     network = make_network()  # From the same seed on all ranks, or from a checkpoint.
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -47,7 +47,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
 
 
 if __name__ == "__main__":
-    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
+    # On GPUs, use "nccl", and put the network and the batches on device LOCAL_RANK.
     dist.init_process_group("gloo")
     trained, history = train()
     if dist.get_rank() == 0:

@@ -13,7 +13,7 @@ LABELED = [["depth", "edges"], ["edges"], ["depth"]]
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Two epochs of Phase 1, then Phase 2."""
+    """Trains two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=0.01)
@@ -27,7 +27,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
             losses = opt.step(
                 lambda task: loss_of(task, network(images, task), targets[task]), tasks=targets
             )
-            history.append(losses)  # Only labeled tasks.
+            history.append(losses)  # Contains only labeled tasks.
     return network, history
 
 

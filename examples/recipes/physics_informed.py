@@ -13,7 +13,7 @@ TASKS = ["equation", "boundary"]
 
 
 def make_network() -> nn.Module:
-    """Both losses share all parameters; there is no head."""
+    """A network without heads: both losses share all parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Linear(1, 32), nn.Tanh()), *(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 1)
@@ -31,7 +31,7 @@ def losses_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def train_with_surgery(network: nn.Module, steps: int = 300) -> list:
-    """Adam, with the conflicts of the two gradients removed."""
+    """Trains with Adam, with conflicts between the two gradients removed."""
     adam = torch.optim.Adam(network.parameters(), lr=3e-3)
     opt = cs.MultiTaskOptimizer(network, adam, TASKS, cs.UPGrad())
     history = []
@@ -42,7 +42,7 @@ def train_with_surgery(network: nn.Module, steps: int = 300) -> list:
 
 
 def train_on_the_sum(network: nn.Module, steps: int = 100) -> float:
-    """L-BFGS, whose line search needs the gradient of the function that it evaluates."""
+    """Trains with L-BFGS, whose line search needs the gradient of the function it evaluates."""
     lbfgs = torch.optim.LBFGS(network.parameters(), line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:

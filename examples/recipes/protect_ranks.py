@@ -1,7 +1,7 @@
-"""Many processes with fully_shard: an old objective is protected by a gradient that is sharded too.
+"""Protects an old objective on many processes with fully_shard; its gradient is sharded, too.
 
-Start it by torchrun --nproc-per-node=2 protect_ranks.py. In float64, parameters equal those of one
-process on whole batches to 1e-12.
+Start it with torchrun --nproc-per-node=2 protect_ranks.py. In float64, parameters equal those of
+one process on whole batches to 1e-12.
 """
 
 import torch
@@ -15,7 +15,7 @@ OLD, NEW = TASKS = ["depth", "edges"]
 
 
 def train(epochs: int = 4) -> tuple[torch.nn.Module, list]:
-    """The old objective has a forward and a backward pass in one of four steps."""
+    """Trains; every fourth step makes a forward and a backward pass of the old objective."""
     network = make_network(normalized=False)
     for module in (network.trunk, network):
         fully_shard(module)
@@ -37,7 +37,7 @@ def train(epochs: int = 4) -> tuple[torch.nn.Module, list]:
 
 
 if __name__ == "__main__":
-    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
+    # On GPUs, use "nccl", and put the network and the batches on device LOCAL_RANK.
     dist.init_process_group("gloo")
     history = train()[1]
     if dist.get_rank() == 0:

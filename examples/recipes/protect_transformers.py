@@ -1,8 +1,8 @@
-"""The Trainer of transformers learns a new text; the loss on an old text is protected.
+"""The Trainer of transformers learns a new text, with the loss on an old text protected.
 
-The old text has a forward and a backward pass in one of four updates, in the last micro-batch. The
-whole decoder is the trunk, so that its head is protected, too. In float64, parameters equal those
-of a plain loop to 1e-12. A resumed run is bit-equal to an uninterrupted one.
+Every fourth update makes a forward and a backward pass of the old text, in its last micro-batch.
+The whole decoder is the trunk, so that its head is protected, too. In float64, parameters equal
+those of a plain loop to 1e-12. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ class ProtectingTrainer(Trainer):
     """Batches of the old text, one per update."""
 
     def _prepare_for_training(self, steps: int, loader: Any, checkpoint: str | None) -> Any:
-        # Here the Trainer creates its optimizer.
+        # The Trainer creates its optimizer here.
         model, loader = super()._prepare_for_training(steps, loader, checkpoint)
         given = model, self.optimizer, TASKS, cs.Protect("old", refresh_every=4)
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.accelerator.backward)
@@ -50,7 +50,7 @@ class ProtectingTrainer(Trainer):
         return self.opt.backward(losses, update=last)["new"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Logs of an evaluation and of the end of training have no "loss".
+        # Logs of evaluations and of the end of training have no "loss".
         super().log(logs | (self.opt.report().scalars() if "loss" in logs else {}), start_time)
 
 
@@ -61,7 +61,7 @@ def texts(count: int, direction: int) -> Tensor:
 
 
 def train(folder: str, resume: str | None = None, **options: Any) -> Trainer:
-    """Two epochs of six updates, each with two batches of four texts."""
+    """Trains two epochs of six updates, each with two batches of four texts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes)

@@ -30,12 +30,12 @@ class Network(nn.Module):
         self.heads = nn.ModuleDict({task: nn.Linear(16, 12 * 12) for task in TASKS})
 
     def forward(self, images: Tensor, task: str) -> Tensor:
-        """The prediction of one task, as large as the images."""
+        """The prediction of one task, with the size of the images."""
         return self.heads[task](self.trunk(images)).view(-1, 1, 12, 12)
 
 
 def make_optimizers(network: Network) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
-    """Puts every parameter into one of two optimizers; torch's Muon only takes matrices."""
+    """Distributes the parameters over two optimizers; torch's Muon accepts only matrices."""
     matrices = [p for p in network.trunk.parameters() if p.ndim == 2]
     of_muon = set(matrices)
     others = [p for p in network.parameters() if p not in of_muon]
@@ -44,7 +44,7 @@ def make_optimizers(network: Network) -> tuple[torch.optim.Muon, torch.optim.Ada
 
 
 def train(epochs: int = EPOCHS, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains until `epochs` are done; resumes from the checkpoint if there is one; writes it."""
+    """Trains up to an epoch; resumes from the checkpoint, if there is one, and writes it."""
     torch.manual_seed(0)
     network = Network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)

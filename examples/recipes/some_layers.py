@@ -1,6 +1,6 @@
-"""Surgery on the last shared layer alone; the layers before it get the plain sum.
+"""Surgery on the last shared layer only; the layers before it get the plain sum.
 
-PCGrad then keeps K gradients of one layer, not of the whole trunk. In float64, parameters equal
+PCGrad then stores K gradients of one layer, not of the whole trunk. In float64, parameters equal
 those of a plain loop to 1e-12.
 """
 
@@ -11,7 +11,7 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """The module that is the `trunk` decides; the optimizer has all parameters."""
+    """Passes only the last layer as `trunk`; the optimizer has all parameters."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     last = network.trunk[3]  # The second convolution.

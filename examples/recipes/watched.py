@@ -1,7 +1,7 @@
-"""TensorBoard: what each step did, from `opt.report()`.
+"""Logs each step's report, from `opt.report()`, to TensorBoard.
 
-Reports change nothing: parameters and running statistics equal those of a plain loop to 1e-12 in
-float64. Afterwards: tensorboard --logdir runs
+Reports do not change training: in float64, parameters and running statistics equal those of a plain
+loop to 1e-12. Show the logs with tensorboard --logdir runs
 """
 
 import argparse
@@ -13,11 +13,11 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # Reading a report synchronizes with the device: in a real run, log every 50 steps or so.
+EVERY = 2  # Reading a report synchronizes with the device; log every 50 steps or so in real runs.
 
 
 def train(epochs: int = 4, folder: Path = Path("runs")) -> tuple[Network, list]:
-    """Writes losses, shares of channels and conflicts every few steps, histograms in each epoch."""
+    """Logs losses, shares of channels and conflicts every few steps, and histograms every epoch."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)

@@ -1,7 +1,7 @@
-"""Gradients and surgery of every parameter in TensorBoard or Weights & Biases.
+"""Logs gradients and surgery of every parameter to TensorBoard or Weights & Biases.
 
-Watching changes nothing: in float64, parameters equal those of a plain loop to 1e-12. Afterwards:
-tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
+Logging does not change training: in float64, parameters equal those of a plain loop to 1e-12. Show
+the logs with tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
 """
 
 import argparse
@@ -14,16 +14,16 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # Reading numbers synchronizes with the device: in a real run, log every 50 steps or so.
+EVERY = 2  # Reading numbers synchronizes with the device; log every 50 steps or so in real runs.
 
 
 @contextmanager
 def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]], object]]:
-    """A function `log(step, numbers)`."""
+    """Yields a function `log(step, numbers)`."""
     if kind == "wandb":
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)  # By default, W&B chooses its own.
+        folder.mkdir(parents=True, exist_ok=True)  # Otherwise, W&B uses another.
         with wandb.init(project="recipes", mode="offline", dir=folder) as run:
             yield lambda step, values: run.log(values, step)
     else:
@@ -51,7 +51,7 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
             for j, other in zip(rows[:i], report.tasks, strict=False):
                 values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
     floats = torch.stack([*values.values()]).tolist()  # Synchronizes once.
-    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # Not if frozen (NaN).
+    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # NaN: frozen.
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:

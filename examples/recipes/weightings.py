@@ -1,4 +1,4 @@
-"""Loss weightings: two that change during training, logs of their weights, and checkpoints.
+"""Two loss weightings that change during training, with logs of their weights and checkpoints.
 
 In float64, parameters equal those of a plain loop to 1e-12. A resumed run is bit-equal to an
 uninterrupted one.
@@ -16,14 +16,14 @@ import cs_kernels as cs
 
 
 def make_weighting(name: str) -> cs.Weighting:
-    """Weights from how fast each epoch's mean loss falls, or learned with the parameters."""
+    """Weights that follow the decrease of each epoch's mean loss, or that are learned."""
     if name == "dynamic":
         return cs.DynamicWeightAverage(temperature=1.0)
     return cs.UncertaintyWeights({"depth": "regression", "edges": "classification"})
 
 
 def weights_of(report: cs.Report) -> dict[str, Tensor]:
-    """The weighting's factor of each loss; `report.task_weights` are the method's."""
+    """The weighting's factor for each loss; `report.task_weights` are the method's factors."""
     return {task: report.weighted_losses[task] / report.losses[task] for task in report.tasks}
 
 
@@ -46,7 +46,7 @@ def train(
 
     history = []
     for epoch in range(first, epochs):
-        opt.start_epoch(epoch)  # New weights of DynamicWeightAverage.
+        opt.start_epoch(epoch)  # DynamicWeightAverage computes new weights.
         for images, targets in make_batches():
             features = network.trunk(images)
             predictions = {task: network.heads[task](features) for task in TASKS}

@@ -1,4 +1,4 @@
-"""Accelerate with gradient accumulation: MultiTaskOptimizer gets every micro-batch of an update.
+"""Accelerate with gradient accumulation: MultiTaskOptimizer gets all micro-batches of an update.
 
 Parameters and running statistics equal those of a plain loop on all the data: in float64 to 1e-12,
 and in mixed precision, with the same autocast, to 1e-6.
@@ -18,7 +18,7 @@ MICRO_BATCHES = 2
 
 
 def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
-    """Not divided here, because accelerator.backward divides by gradient_accumulation_steps."""
+    """The undivided loss: accelerator.backward divides by gradient_accumulation_steps."""
     return loss_of(task, network(images, task), targets[task])
 
 
@@ -51,7 +51,7 @@ def train(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, l
 
 
 def train_unnormalized(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, list]:
-    """Without it: `backward` in each micro-batch, inside `accumulate`."""
+    """Without it: `backward` for each micro-batch, inside `accumulate`."""
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, **options)
     plain = make_network(normalized=False)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)

@@ -17,7 +17,7 @@ import cs_kernels as cs
 def train(
     epochs: int = 4, precision: Any = "32-true", accelerator: str = "auto"
 ) -> tuple[Network, list]:
-    """Two epochs of Phase 1, then Phase 2."""
+    """Trains two epochs of Phase 1, then Phase 2."""
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     plain = make_network()
     cs.nn.convert_task_batchnorm(plain.trunk, TASKS)

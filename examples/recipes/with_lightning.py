@@ -49,7 +49,7 @@ class Module(lightning.LightningModule):
         self.history.append(self.opt.step(loss))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # Trainer(max_steps=...) would count the torch optimizer's steps: in Phase 1, one per task.
+        # Trainer(max_steps=...) would count the torch optimizer's steps, in Phase 1 one per task.
         if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.batches:  # Over all epochs.
             self.trainer.should_stop = True
 
@@ -61,7 +61,7 @@ class Module(lightning.LightningModule):
 
 
 def train(batches: int = 12, resume: str | None = None, **options: Any) -> tuple[Module, Any]:
-    """Two epochs of Phase 1, with a torch optimizer step per task; then Phase 2."""
+    """Trains two epochs of Phase 1, with a torch optimizer step per task, then Phase 2."""
     module = Module(batches)
     loader = torch.utils.data.DataLoader(make_batches(), batch_size=None)
     trainer = lightning.Trainer(max_epochs=-1, **options)

@@ -1,4 +1,4 @@
-"""LoRA adapters of a frozen decoder learn a new text; the loss of an old text is protected.
+"""LoRA adapters of a frozen decoder learn a new text, with the loss on an old text protected.
 
 In float64, the adapters equal those of a plain loop to 1e-12.
 """
@@ -23,7 +23,7 @@ def make_batches(task: str, count: int = 6) -> Tensor:
 
 
 def make_network() -> PeftModel:
-    """A small decoder that knows the old text, with adapters that have learned nothing yet."""
+    """A small decoder, trained on the old text, with untrained adapters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -43,7 +43,7 @@ def make_network() -> PeftModel:
 
 
 def train(epochs: int = 4) -> tuple[PeftModel, list]:
-    """The adapters are the shared parameters; no head is needed."""
+    """Trains the adapters, which are the shared parameters; no head is needed."""
     network = make_network()
     adapters = [p for p in network.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(adapters, lr=1e-2)

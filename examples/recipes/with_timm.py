@@ -23,13 +23,13 @@ class Network(nn.Module):
         self.heads = nn.ModuleDict({task: nn.Conv2d(channels, 1, 1) for task in TASKS})
 
     def forward(self, images: Tensor, task: str) -> Tensor:
-        """The prediction of one task, as large as the images."""
+        """The prediction of one task, with the size of the images."""
         (features,) = self.trunk(images)
         return nn.functional.interpolate(self.heads[task](features), images.shape[-2:])
 
 
 def train(epochs: int = 4) -> tuple[Network, list, Network]:
-    """Two epochs of Phase 1, then Phase 2; also returns the averaged network."""
+    """Trains two epochs of Phase 1, then Phase 2; also returns the averaged network."""
     torch.manual_seed(0)
     network = Network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the copy for the average.
@@ -51,7 +51,7 @@ def train(epochs: int = 4) -> tuple[Network, list, Network]:
 
 @torch.no_grad()
 def predict(network: Network, images: Tensor, task: str) -> Tensor:
-    """A prediction; the averaged network has its own trunk, in which the task is activated."""
+    """Predicts a task; activates it in this network's trunk, since the average has its own."""
     network.eval()
     with cs.nn.active_task(network.trunk, task):
         return network(images, task)

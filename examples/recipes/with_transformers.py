@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with the gradients of MultiTaskOptimizer.
+"""The Trainer of transformers with gradients from MultiTaskOptimizer.
 
 Parameters equal those of a plain loop: in float64 to 1e-12, and in mixed precision, with SGD and
 the same autocast, to 1e-6. A resumed run is bit-equal to an uninterrupted one.
@@ -36,7 +36,7 @@ class MultiTaskTrainer(Trainer):
     """Keeps the Trainer's clipping, optimizer steps, schedule, checkpoints and evaluation."""
 
     def _prepare_for_training(self, steps: int, loader: Any, checkpoint: str | None) -> Any:
-        # Here the Trainer creates its optimizer and, on many ranks, wraps the network.
+        # The Trainer creates its optimizer here and, on many ranks, wraps the network.
         model, loader = super()._prepare_for_training(steps, loader, checkpoint)
         given = model, self.optimizer, TASKS, cs.PCGrad()
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.accelerator.backward)
@@ -55,16 +55,16 @@ class MultiTaskTrainer(Trainer):
         return sum(self.opt.backward(losses, update=self.accelerator.sync_gradients).values())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Logs of an evaluation and of the end of training have no "loss".
+        # Logs of evaluations and of the end of training have no "loss".
         super().log(logs | (self.opt.report().scalars() if "loss" in logs else {}), start_time)
 
 
 def train(folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any) -> Trainer:
-    """Three epochs of two updates: with two batches, and with the remaining one."""
+    """Trains three epochs of two updates: with two batches, and with the remaining one."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    texts = [  # Words are numbers; labels tell which exceed the word before.
+    texts = [  # Words are numbers; the order label marks increases.
         {"input_ids": x, "topic_labels": x[0] // 10, "order_labels": (x > x.roll(1)).long()}
         for x in torch.randint(30, (20, 8))
     ]

@@ -1,13 +1,13 @@
-"""Beyond the paper: what the priorities of `uses/priorities.py` depend on, and what they change.
+"""Beyond the paper: causes and effects of the priorities in `uses/priorities.py`.
 
 Each row trains networks with the same initial weights: by Phase 2; by Phase 2 with another order of
-the batches; and, unless the row's normalization is BatchNorm, by Phase 2 with BatchNorm. Two
-networks agree in a channel if it has the same top-priority task in both. Chance is the agreement of
+batches; and, unless the row's normalization is BatchNorm, by Phase 2 with BatchNorm. Two networks
+agree in a channel if both have the same top-priority task there. Chance is the agreement of
 priorities that are shuffled within each layer.
 
-In every 16th step, the update of the prioritized weights is compared with two other updates from
-the same gradients: with shuffled priorities, and the expected update of PCGrad layer by layer. The
-removed part of a method is its update minus the plain sum.
+Every 16th step compares the update of the prioritized weights with two other updates from the same
+gradients: Phase 2 with shuffled priorities, and the expected update of PCGrad layer by layer. The
+part that a method removes is its update minus the plain sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def removed(
 def compare(
     gradients: TaskGradients, lists: LayerLists, random: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Phase 2, with its own and with random priorities, and PCGrad on the same gradients."""
+    """Compares Phase 2, Phase 2 with random priorities, and PCGrad on the same gradients."""
     rows = [
         torch.stack([g.flatten() for g in gradients.of([n])]).double() for n in lists.weight_indices
     ]
@@ -76,7 +76,7 @@ def compare(
 
 
 class Compared(cs.ConnectionStrength):
-    """Phase 2 that compares its updates with others."""
+    """Phase 2 with comparisons of its updates with others."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Compared(cs.ConnectionStrength):
         self.comparisons: list[dict[str, float]] = []
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Compares in every 16th step."""
+        """Compares updates in every 16th step; then makes the update of Phase 2."""
         if step.number % EVERY == 0:
             random = self.null.shuffle(gradients.priorities(layout.lists))
             self.comparisons.append(compare(gradients, layout.lists, random))
@@ -103,7 +103,7 @@ def agreement(one: Sequence[Tensor], other: Sequence[Tensor], tasks: int) -> tup
 
 
 def rank_correlation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Spearman's correlation of the tasks' shares [K, O]; the mean over layers and tasks."""
+    """Spearman's correlation of the tasks' shares [K, O], averaged over layers and tasks."""
 
     def centered_ranks(shares: Tensor) -> Tensor:
         ranks = shares.argsort(-1).argsort(-1).double()
@@ -115,7 +115,7 @@ def rank_correlation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def shares(run: digits.Run) -> list[Tensor]:
-    """The tasks' shares in the connection strength of each channel, [K, O] per layer."""
+    """The tasks' shares of each channel's connection strength, [K, O] per layer."""
     found = []
     for layer, norm in pairwise(run.trunk):
         if isinstance(norm, cs.nn.TaskBatchNorm):
@@ -161,7 +161,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Agreement of retrained networks, against chance."""
+    """Plots the agreement of retrained networks, and chance."""
     labels = [f"{norm}, {part} losses" for part, _, norm in (row.partition("/") for row in results)]
     looks = {
         "retrained": ("o", style.method("ConnectionStrength"), "after another training"),

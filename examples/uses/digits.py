@@ -1,16 +1,16 @@
-"""Which digits are these? Two or three overlap in a picture, and each is a task.
+"""Classification of two or three overlapping digits per picture; each digit is a task.
 
 This is MultiMNIST (Sabour et al. 2017; as tasks, Sener and Koltun 2018) with the 1,797 handwritten
 digits of scikit-learn, which need no download. The digits are split into training and test digits
 before pictures are made of them; each seed makes a new split.
 
-All rows see the same batches in the same order, with the same optimizer and learning rate, which
-was not tuned for any of them. But Phase 1 makes one optimizer step per task and batch, so "Phase 1"
-makes K times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many.
-Two rows show effects that are not due to surgery: "Sum+steps" trains for K times as many epochs, so
-it makes as many optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization of
-"Phase 1", "Phase 2" and "Mixed", which needs a forward pass per task. All other methods train as
-published, on a plain trunk with one forward pass (`opt.backward`).
+All rows use the same batches in the same order, and the same optimizer and learning rate, which was
+not tuned for any row. But Phase 1 makes one optimizer step per task and batch, so "Phase 1" makes K
+times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many. Two rows
+show effects other than surgery: "Sum+steps" trains for K times as many epochs, so it makes as many
+optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization of "Phase 1",
+"Phase 2" and "Mixed", which needs a forward pass per task. All other methods train as published, on
+a plain trunk with one forward pass (`opt.backward`).
 
 A step has a conflict if two tasks' gradients in all shared parameters have a negative product.
 Seconds include counting conflicts. Without counting, "Sum" would need only one backward pass.
@@ -171,7 +171,7 @@ class Run:
         return bool((products < 0).any())
 
     def train(self, pictures: Pictures, seed: int) -> list[bool | None]:
-        """Whether each step had a conflict; None in Phase 1, which has no joint gradients."""
+        """Trains; returns whether each step had a conflict, or None for steps of Phase 1."""
         generator = seeded(seed)
         decay = torch.optim.lr_scheduler.LambdaLR(self.adam, lambda e: 1 - e / self.part.epochs)
         conflicts: list[bool | None] = []
@@ -185,7 +185,7 @@ class Run:
 
     @torch.no_grad()
     def test(self, pictures: Pictures) -> dict[str, float]:
-        """The accuracy of each task."""
+        """Tests; returns the accuracy of each task."""
         self.trunk.eval()
         accuracies = {}
         for task in self.tasks:
@@ -247,7 +247,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     def gains() -> Figure:
         figure, axes = style.panels(2, 2, 7.5, sharey=True)
         for ax, (part, rows) in zip(axes.flat, of_parts, strict=True):
-            # Seeds have different digits, and so different attainable accuracies.
+            # Seeds have different digits, hence different attainable accuracies.
             draw_gains(ax, {row: over_sum(results, rows["Sum"]) for row, results in rows.items()})
             ax.set_title(part.title)
         figure.suptitle("Test accuracy, mean over tasks, less that of Sum")

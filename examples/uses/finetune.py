@@ -1,8 +1,9 @@
-"""Fine-tuning: a network that classifies digits learns to detect and to segment digits.
+"""Fine-tuning: a network that classifies digits learns to detect and segment them.
 
-A residual network of timm is pretrained on single digits, then trained with a head for detection
-and one for segmentation on few pictures of several digits. scikit-learn's 1,797 handwritten digits
-need no download. With `DOWNLOADED = True`, timm's own weights replace the pretraining.
+A residual network of timm is pretrained on single digits. It is then trained with a head for
+detection and one for segmentation, on few pictures of several digits. scikit-learn's 1,797
+handwritten digits need no download. With `DOWNLOADED = True`, timm's own weights replace the
+pretraining.
 
 Rows with "+BN", "Phase 1", "Phase 2" and "Mixed" have task-specific batch normalization, which
 starts with the pretrained scales and statistics. "frozen" freezes the stem and the first stage,
@@ -284,7 +285,7 @@ def make_optimizer(
 
 
 def step(row: str, opt: cs.MultiTaskOptimizer, network: Network, scenes: Scenes) -> None:
-    """A step; with task-specific normalization, it makes a forward pass per task."""
+    """Makes a step; task-specific normalization needs a forward pass per task."""
 
     def loss(task: str, features: Sequence[Tensor]) -> Tensor:
         return LOSSES[task](network.heads[task](features), scenes)
@@ -352,7 +353,7 @@ def single_tasks(seed: int, quick: bool) -> Result:
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """A row of the table."""
+    """Trains a row of the table."""
     baseline = single_tasks(seed, quick)
     result = baseline if row == "Single-task" else fit(row, TASKS, seed, quick)[1]
     return {**result, "delta_m": delta_m(result, baseline, TASKS)}

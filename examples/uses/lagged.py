@@ -2,7 +2,7 @@
 
 `GradientBalancer` replaces `MultiTaskOptimizer` in the other uses, with the same initial weights,
 batches and torch optimizer. Their networks have fewer shared parameters than the default sketch has
-numbers (65,536), so its dot products are exact, and the lag causes any difference. With 1,024
+numbers (65,536), so its dot products are exact, and only the lag can cause a difference. With 1,024
 numbers, a cosine has a standard error of about 0.03.
 """
 
@@ -32,7 +32,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of another use, and the result, in percent, in which they are compared."""
+    """Rows of another use, and the result, in percent, by which they are compared."""
 
     use: ModuleType
     prefix: str
@@ -57,7 +57,7 @@ PROBLEMS = {
 
 
 class Balanced:
-    """The interface of `MultiTaskOptimizer` that the uses call, on a `GradientBalancer`."""
+    """Adapts `GradientBalancer` to the interface of `MultiTaskOptimizer` that the uses call."""
 
     phase = 2
 
@@ -78,7 +78,7 @@ class Balanced:
         """Does nothing: there is no schedule."""
 
     def count_conflicts(self) -> None:
-        """Does nothing: the balancer always has its products."""
+        """Does nothing: the balancer always computes its products."""
 
     def conflicts(self) -> Any:
         """The conflicts of the last step."""
@@ -99,7 +99,7 @@ class Balanced:
 
 
 def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | None) -> float:
-    """The result of a training run; with exact weights if no sketch is given."""
+    """Trains, with exact weights if no sketch size is given; returns the result."""
     exact = cs.MultiTaskOptimizer
 
     def make(
@@ -123,7 +123,7 @@ def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | 
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """Three runs from the same initial weights: the effects of the lag and of the sketch."""
+    """Makes three runs with equal initial weights; returns the effects of lag and sketch."""
     name, method = row.split("/")
     exact, lagged, small = (
         _score(PROBLEMS[name], method, seed, quick, sketch)

@@ -1,8 +1,8 @@
 """Beyond the paper: priorities against random ones on the photograph of `demo.py`.
 
 An encoder-decoder with BatchNorm or GroupNorm learns three tasks (disparity, surface normals,
-edges) on crops of one part of a photograph, and is tested on another part. Rows, random priorities
-and the tracked variance are the same as in `uses/priorities.py`.
+edges) on crops of one region of a photograph, and is tested on another region. Rows, random
+priorities and the tracked variance are the same as in `uses/priorities.py`.
 """
 
 import time
@@ -40,7 +40,7 @@ def with_group_norm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
 
 
 class Run(demo.Run):
-    """The demo's run without its numbers by epoch, which do not support cosines by layer."""
+    """The demo's run without numbers by epoch, which do not support cosines by layer."""
 
     def watch(self, reports: Sequence[cs.Report]) -> None:
         """Does nothing."""
@@ -48,12 +48,12 @@ class Run(demo.Run):
 
 @cache
 def scenes() -> tuple[Scene, Scene]:
-    """The parts of the photograph for training and for testing."""
+    """The regions of the photograph for training and for testing."""
     return load()
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """The metrics of one network."""
+    """Trains one network; returns its metrics."""
     norm, kind = row.split("/")
     settings = QUICK if quick else SETTINGS
     trained, held_out = scenes()

@@ -1,9 +1,9 @@
 """Physics-informed networks: the equation, its conditions and data are the tasks.
 
-A network is trained until its derivatives satisfy an equation, and its values satisfy the boundary
+A network is trained until its derivatives satisfy an equation, and its values the boundary
 conditions (Raissi et al., 2019). The tasks share all parameters. All solutions are known. Published
-results use 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial on Burgers' equation has a
-similar size: one hidden layer more, 2,000 points and 5,000 steps:
+results use 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial on Burgers' equation is of
+similar size, with one more hidden layer, 2,000 points and 5,000 steps:
 https://github.com/tum-pbs/ConFIG/blob/main/docs/examples/pinn_burgers.ipynb
 """
 
@@ -29,9 +29,9 @@ DIFFUSION, REACTION = 0.01, 6.0
 MEASURED, NOISE = 100, 0.05
 """The number of data points, and the standard deviation of the noise on values in [0, 1]."""
 POINTS, EDGE_POINTS = 500, 100
-"""The number of points that every step draws in the domain, and for each condition."""
+"""The numbers of points that a step draws in the domain and for each condition."""
 LATTICE = 0.7548777, 0.5698403
-"""The lattice's step in each dimension: the two-dimensional analogue of the golden ratio."""
+"""The lattice's steps, from the two-dimensional analogue of the golden ratio."""
 RATE, DECAY = 5e-3, 0.01
 """Adam's initial learning rate, and the fraction that remains after an exponential decay."""
 EVALUATIONS = 40
@@ -39,7 +39,7 @@ EVALUATIONS = 40
 
 
 class Network(nn.Module):
-    """Four hidden layers of width 50 with tanh and, if wanted, the logarithm of a coefficient."""
+    """Four tanh layers of width 50 and, optionally, the logarithm of an unknown coefficient."""
 
     def __init__(self, coefficient: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Problem(ABC):
         """Mean squared residuals at new points, one per task."""
 
     def draw(self, count: int) -> Tensor:
-        """Points in the domain: a lattice with a random shift, as even as a grid.
+        """Draws points in the domain: a randomly shifted lattice, as even as a grid.
 
         Independent points make the losses' gradients so noisy that no method learns the
         Helmholtz equation in this number of steps.
@@ -214,7 +214,7 @@ def _gradient(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 def optimizers(
     network: Network, problem: Problem, method: str, seed: int
 ) -> tuple[torch.optim.Adam, cs.MultiTaskOptimizer]:
-    """Adam, and the MultiTaskOptimizer of a row."""
+    """Makes Adam, and the MultiTaskOptimizer of a row."""
     adam = torch.optim.Adam(network.parameters(), lr=RATE)
     weighting = cs.FixedWeights(problem.weights) if method == "tuned weights" else None
     tasks = list(problem.weights)
@@ -224,7 +224,7 @@ def optimizers(
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """Trains one network; seconds are processor time of the training, without comparisons."""
+    """Trains one network; seconds are the training's processor time, without evaluations."""
     name, method = row.split("/")
     problem = PROBLEMS[name]()
     network = Network(coefficient=problem.coefficient is not None)

@@ -6,9 +6,9 @@ task has its own scale and shift, and the variance of every channel before the n
 tracked as in BatchNorm, so that the paper's Eq. (4) to (10) can be applied.
 
 "random" is the baseline: Phase 2 with the priorities of a layer shuffled among its channels, by a
-permutation that is drawn once. Channel groups keep their sizes, and change as slowly. "PCGrad"
-projects layer by layer. All rows have task-specific normalization. "Mixed" rows make about twice as
-many optimizer steps as the others, so compare them only with each other.
+permutation that is drawn once. Channel groups thus have the same sizes and change at the same rate.
+"PCGrad" projects layer by layer. All rows have task-specific normalization. "Mixed" rows make about
+twice as many optimizer steps as the others, so compare them only with each other.
 """
 
 import copy
@@ -60,7 +60,7 @@ NORMS: dict[str, tuple[Maker, Maker]] = {
     "GroupNorm": (partial(TrackedGroupNorm, 4),) * 2,
     "LayerNorm": (partial(TrackedGroupNorm, 1),) * 2,
 }
-"""Normalizations of planes [N, C, H, W] and of values [N, C], from the number of channels."""
+"""Constructors of normalizations for [N, C, H, W] and for [N, C], from the number of channels."""
 
 
 def task_copies(norm: nn.Module, tasks: Sequence[str]) -> cs.nn.TaskBatchNorm:
@@ -90,7 +90,7 @@ class Shuffled(cs.ConnectionStrength):
         return [p[torch.randperm(len(p), generator=generator)] for p in priorities]
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """As `ConnectionStrength.combine`, whose fused operator cannot shuffle priorities."""
+        """Like `ConnectionStrength.combine`, whose fused operator cannot shuffle priorities."""
         reached = gradients.reached()
         lists = layout.lists_of(reached)
         order = list(dict.fromkeys([*lists.weight_indices, *reached]))
@@ -123,13 +123,13 @@ def make_run(
 
 
 def part_of(name: str, quick: bool) -> digits.Part:
-    """The problem; small in quick runs."""
+    """The setting of the problem; small in quick runs."""
     part = PARTS[name]
     return replace(part, pictures=4 * digits.BATCH, epochs=2, width=4) if quick else part
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """The accuracy of one network."""
+    """Trains one network; returns its accuracies."""
     name, norm, kind = row.split("/")
     part = part_of(name, quick)
     pictures, test = digits.make_pictures(part, seed)

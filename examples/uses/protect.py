@@ -1,16 +1,17 @@
-"""Protecting an ability of a language model while it forgets, or learns, another text.
+"""Protects an ability of a language model while the model forgets or learns another text.
 
 A small decoder of characters is pretrained on three texts that every installation of the packages
 below has: the documentation of Python's language (`pydoc_data`, PSF license), the code of Python's
 standard library without documentation strings (PSF license), and the documentation strings of SciPy
 (BSD license). Then it
 
-- forgets the code (gradient ascent, or SimNPO), while batches of the language's documentation keep
-  what it knows; or
-- learns torch's C++ headers (BSD license), while the same batches keep what it knows.
+- forgets the code (gradient ascent or SimNPO), while batches of the language's documentation
+  preserve other abilities; or
+- learns torch's C++ headers (BSD license), while the same batches preserve its abilities.
 
-SciPy's documentation is never in a batch then: it measures what the batches to keep do not cover.
-Each row starts from the same pretrained network; a seed draws other batches.
+SciPy's documentation is not in these batches, so its loss measures the effect on abilities that the
+protected batches do not cover. All rows start from the same pretrained network; seeds determine the
+batches.
 """
 
 import ast
@@ -44,7 +45,7 @@ EVERY = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """A text that the pretrained network forgets or learns, and how it is trained to."""
+    """A text that the pretrained network forgets or learns, and the training."""
 
     new: str
     """The name of the text."""
@@ -90,7 +91,7 @@ class Decoder(nn.Module):
 
 
 def make_network(quick: bool) -> Decoder:
-    """The network, or a tiny one to see that the code runs."""
+    """The network, or a tiny one for quick runs."""
     return Decoder(width=16, layers=1) if quick else Decoder()
 
 
@@ -117,7 +118,7 @@ def _sources(folder: Path, pattern: str) -> list[str]:
 
 @cache
 def texts() -> dict[str, Tensor]:
-    """The first million characters of each text, as indices; others are left out."""
+    """The first million characters of each text as indices, without unknown characters."""
     whole = {
         "documentation": "\n".join(pydoc_data.topics.topics.values()),
         "code": "\n".join(
@@ -140,7 +141,7 @@ def texts() -> dict[str, Tensor]:
 def batch(
     name: str, generator: torch.Generator, size: int = BATCH, held_out: bool = False
 ) -> Tensor:
-    """[N, T + 1]: samples from the first nine tenths of a text, or from the last one."""
+    """Samples [N, T + 1] from the first nine tenths of a text, or from the last tenth."""
     text = texts()[name]
     border = len(text) * 9 // 10
     text = text[border:] if held_out else text[:border]
@@ -156,14 +157,14 @@ def loss(network: nn.Module, samples: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure(network: nn.Module, names: Sequence[str], samples: int) -> dict[str, float]:
-    """The loss of each text, on parts that are never trained on."""
+    """The loss on each text's held-out tenth."""
     of_texts = (batch(name, seeded(0), samples, held_out=True) for name in names)
     return {name: float(loss(network, x).mean()) for name, x in zip(names, of_texts, strict=True)}
 
 
 @cache
 def pretrained(quick: bool) -> dict[str, Tensor]:
-    """The state of a network that knows three texts."""
+    """The state of a network that is pretrained on three texts."""
     torch.manual_seed(0)
     network, steps = make_network(quick), 20 if quick else PRETRAINING_STEPS
     adamw = torch.optim.AdamW(network.parameters(), PRETRAINING_RATE)
@@ -198,12 +199,12 @@ ROWS = {
     "Protect, span 4": (partial(cs.Protect, KEEP, refresh_every=4, rank=4), 1.0, 1),
     "Protect, balancer": (partial(cs.Protect, KEEP), 1.0, 1),
 }
-"""By row: the method, the weight of the loss to keep, and in which steps it is part of the sum."""
+"""By row: the method, the kept loss's weight, and the interval of steps that include it."""
 
 
 OLD = {"kept": "documentation", "other": "SciPy"}
 DRAWN = ("Sum", "Sum, times 10", "UPGrad", "SAGO", "Protect", "Protect, times 3")
-"""The rows of the picture."""
+"""The rows in the picture."""
 PROBLEMS = {
     "ascent": Problem("code", lambda of_samples: -of_samples.mean(), 3e-4, 96, 4.0, tuple(ROWS)),
     "SimNPO": Problem("code", simnpo, 3e-4, 96, 3.0, ("new alone", *DRAWN)),
@@ -246,7 +247,7 @@ def make_step(
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """A run: the losses of the texts every few steps, and where the rows are compared."""
+    """Makes a run; returns the texts' losses every few steps, and at the level of comparison."""
     name, _, row = row.partition("/")
     problem = PROBLEMS[name]
     torch.manual_seed(seed)

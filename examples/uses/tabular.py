@@ -1,12 +1,12 @@
-"""Three facts of a marriage from a survey, for which most labels are missing.
+"""Prediction of three facts about marriages from a survey, with most labels missing.
 
-Fair's table of 1978 (6,366 married women, in statsmodels) has targets of different kinds that can
+Fair's table of 1978 (6,366 married women, in statsmodels) has targets of different types that can
 be predicted from the other columns: the years of marriage (regression), the number of children (a
-count), and whether there was an affair (a class). The targets are related: the longer a marriage
-has lasted, the more children and affairs there are. So a task with few labels may gain from the
-representation of a task with many. The women's rating of the marriage is an input, since it can
-hardly be predicted from the other columns. RAND's table of health insurance has more rows, but has
-the same people in several years without identifying them.
+count), and whether there was an affair (a class). The targets are related: longer marriages have
+more children and affairs. So a task with few labels may benefit from the representation of a task
+with many. The women's rating of the marriage is an input, since the other columns hardly predict
+it. RAND's table of health insurance has more rows, but contains the same people in several years
+without identifying them.
 
 All multi-task rows have the same network with task-specific normalization, so that only the method
 differs between them.
@@ -80,13 +80,13 @@ def split(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def load(seed: int) -> tuple[Rows, Rows]:
-    """Training rows with a part of their labels, and held-out rows with all labels."""
+    """Training rows with some of their labels, and held-out rows with all labels."""
     table = fair.load_pandas().data
     numbers = torch.tensor(table[["age", "religious", "educ", "rate_marriage"]].to_numpy()).float()
     jobs = torch.tensor(table[["occupation", "occupation_husb"]].to_numpy()).long() - 1
     years = torch.tensor(table["yrs_married"].to_numpy()).float()
     train, test = split(seed)
-    # Scaled by statistics of the training rows.
+    # Scales by statistics of the training rows.
     numbers = (numbers - numbers[train].mean(0)) / numbers[train].std(0)
     rows = Rows(
         torch.cat([numbers, functional.one_hot(jobs, 6).flatten(1)], 1),
@@ -169,7 +169,7 @@ def step(opt: cs.MultiTaskOptimizer, network: Network, batch: Rows) -> dict[str,
 
 @torch.no_grad()
 def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, float]:
-    """R2 of the years, mean deviance of the children, and AUC of affairs."""
+    """R2 of the years, mean Poisson deviance of the children, and AUC of affairs."""
     metrics = {"years": r2_score, "kids": mean_poisson_deviance, "affair": roc_auc_score}
     values = {}
     network.eval()
@@ -183,7 +183,7 @@ def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, fl
 
 
 def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> Result:
-    """Trains a network for some tasks: the metrics, seconds, and the channels of each task."""
+    """Trains a network for some tasks; returns metrics, seconds, and the channels of each task."""
     train_rows, test_rows = load(seed)
     epochs = QUICK_EPOCHS if quick else EPOCHS
     # Other rows also train a seed's single-task networks, which must be the same.
@@ -213,7 +213,7 @@ def single_tasks(seed: int, quick: bool) -> Result:
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """A row of the table."""
+    """Trains a row of the table."""
     baseline = single_tasks(seed, quick)
     if row == "Single-task":
         return baseline

@@ -25,7 +25,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A number of every result, and its format."""
+    """A number in every result, and its format in the table."""
 
     key: str
     title: str
@@ -79,7 +79,7 @@ def run_all(
     console: Console,
     device: str = "cpu",
 ) -> dict[str, list[Result]]:
-    """Makes the missing runs, `jobs` at once, and reads all results."""
+    """Makes the missing runs, `jobs` at a time, and reads all results."""
     files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
     missing = [key for key, file in files.items() if not file.exists()]
     columns = (
