@@ -1,11 +1,11 @@
-# Every target sets up its environment by itself. The targets for a GPU run with the Python that has
-# torch with CUDA, and download nothing.
+# Every target sets up its own environment. GPU targets use the Python that has torch with CUDA, and
+# download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 RELEASE := build/release
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
 NATIVE := CMakeLists.txt setup.py python/cuda_decision.py $(CPP)
-# Unrolled loops, for many types: the analysis of every path through them takes minutes.
+# Loops that are unrolled for many types; the analysis of every path through them takes minutes.
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
 EMULATION := $(wildcard tests/emulation/*)
 ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
@@ -13,14 +13,14 @@ ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml
 GPU_PYTHON ?= python3
 SECONDS ?= 60
 
-# A group of tests (of many ranks) shares its processes, so it stays on one worker.
+# Tests on many ranks share processes, so their group stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help quick test test-all test-interpreter test-emulation fuzz lint format docs docs-serve bench demo paper \
 	uses wheel sdist test-gpu sanitize-gpu bench-gpu install-gpu clean
 
-# The lines of this file with two number signs: beside a target, or below it for its options.
+# Prints the comments with two number signs: descriptions beside targets, options below them.
 help: ## Print this list
 	@awk '/^[a-z-]+:.* ## / { name = $$0; sub(/:.*/, "", name); sub(/.* ## /, ""); printf "%-17s %s\n", name, $$0 } \
 		/^## / { sub(/^## /, ""); printf "%-19s %s\n", "", $$0 }' $(firstword $(MAKEFILE_LIST))
@@ -28,8 +28,8 @@ help: ## Print this list
 $(PYTHON):
 	python3 -m venv $(VENV)
 
-# The tests need the compiled module. Changes in csrc/cuda have to compile, also where no GPU can run
-# them: half a minute for each architecture, if there is a compiler.
+# The tests need the compiled module. With a CUDA compiler, csrc/cuda is compiled even without a GPU,
+# as a check of changes; this takes half a minute per architecture.
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	CS_KERNELS_NATIVE=1 CUDAARCHS="$${CUDAARCHS-90}" \
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
@@ -49,8 +49,8 @@ $(VENV)/.uses: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[uses]'
 	touch $@
 
-# What makes a release comes from the package index alone, by hash, and has an environment of its own,
-# since its versions need not suit the tests' packages.
+# Release tools come only from the package index, pinned by hash. They have their own environment,
+# since their versions may conflict with the tests' packages.
 $(RELEASE)/.ready: .ci/release-requirements.txt
 	python3 -m venv $(RELEASE)
 	PIP_EXTRA_INDEX_URL= $(RELEASE)/bin/python -m pip install --quiet --require-hashes --requirement $<
@@ -79,7 +79,7 @@ test-emulation: $(VENV)/.ready build/emulation/.ready ## Test the CUDA kernels o
 		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
 		$(PYTEST) $(SAMPLES) --backends cuda --durations 15 tests
 
-# The sanitizers are those of addresses and of undefined behavior, in a copy of the package.
+# Runs a copy of the package under the address and undefined-behavior sanitizers.
 fuzz: build/sanitized/.ready ## Call every operator at random, under sanitizers
 ## [SECONDS=60] [SEED=N] [BASELINE=1]
 	rm -rf $(<D)/package && mkdir $(<D)/package && cp -R cs_kernels $(<D)/package
@@ -141,7 +141,7 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --requirement $<
 	touch $@
 
-# A process a file: what one has done to the heap changes how fast the peers of the next allocate.
+# One process per file: the heap that one file leaves changes how fast the next one's peers allocate.
 bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
 	for table in phase2 methods steps features together price host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
@@ -152,7 +152,7 @@ bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
 install-gpu:
 	CS_KERNELS_CUDA=1 CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 
-# Records under bench/results say how each run ended.
+# Records under bench/results contain each run's outcome.
 GPU_PYTEST = $(GPU_PYTHON) -m pytest --override-ini filterwarnings=default
 GPU_PROCESSES ?= 8
 
@@ -163,8 +163,8 @@ test-gpu: install-gpu ## Run every test on a GPU
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
 		result=$$?; $(GPU_PYTHON) bench/outcome.py tests build/tests.xml $$result && exit $$result
 
-# Initcheck has to see who writes what our kernels read: torch's kernels too. Torch makes calls that
-# fail, and handles it.
+# Initcheck must also observe torch's kernels, which write what our kernels read. Memcheck ignores
+# failed API calls, since torch makes some and handles the failures.
 sanitize-gpu: install-gpu ## Run the CUDA kernels under compute-sanitizer
 ## [GPU_PYTHON=python3]
 	mkdir -p build
@@ -185,7 +185,7 @@ bench-gpu: install-gpu ## Run the benchmarks on a GPU
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
 	$(GPU_PYTEST) --quiet bench/test_together.py::test_together_on_a_gpu
 
-# The processes share the cores: torchrun alone would give each of them one thread.
+# Divides the cores among the processes; by default, torchrun gives each process one thread.
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
 

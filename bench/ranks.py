@@ -5,7 +5,7 @@
 The benchmark trains ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo. It
 compares replicated ranks, ranks with `fully_shard`, and the textbook loop, which all-reduces every
 task's whole gradient. All ranks must have the same bits, and updates must agree with the textbook
-way. At features, where the trunk is not converted, the textbook way sums the Gramian of the
+loop. At features, where the trunk is not converted, the textbook loop sums the Gramian of the
 features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task weights
 are from the first step. `--quick` uses a narrow network and 2 processes, and writes no record.
 """

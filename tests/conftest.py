@@ -32,8 +32,8 @@ KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", 
 """Markers, of which every test needs one; the table of times counts a test under its first."""
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
-# Block orders of the emulation: one block after the other, and three in flight in any order; shared
-# memory then holds all tiles of a small trunk, or some.
+# Seeds and resident blocks of the emulation: one block after another, or three at a time in random
+# order. The number of blocks decides whether shared memory holds all tiles of a small trunk.
 ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 

@@ -270,7 +270,7 @@ def test_passes_through_one_graph_must_be_repeatable() -> None:
 
 
 def test_parameters_frozen_before_their_pass_are_left_out() -> None:
-    """Such gradients do not arrive in `.grad`, so the method does not see them either."""
+    """Gradients of such parameters do not arrive in `.grad`, so the method does not see them."""
     training = Training(cs.UPGrad())
     first, _, second, _ = training.network.trunk
     for n, task in enumerate(TASKS):

@@ -58,7 +58,7 @@ def _rows(name: str) -> list[list[list[float | None]]]:
 @pytest.mark.parametrize("look", ["", "-dark"])
 @pytest.mark.parametrize("name", ["front", "methods", "phase2"])
 def test_pictures_show_the_records(name: str, look: str) -> None:
-    """A marker's position follows the logarithm of its value; its height is that of its row."""
+    """A marker's x follows the logarithm of its value, and its y is its row's."""
     picture = (ROOT / "bench" / "results" / f"{name}{look}.svg").read_text()
     drawn = re.split('id="axes_', picture.partition('id="legend_1"')[0])[1:]
     position = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill[^"]*stroke: '

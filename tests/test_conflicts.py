@@ -189,7 +189,7 @@ def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptim
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
 def test_zero_gradients(threshold: float) -> None:
-    """Their cosine is 0, which is a conflict only below a positive threshold."""
+    """The cosine of a zero gradient is 0, which is a conflict only below a positive threshold."""
     trunk, opt = opposed(2, threshold)
     trunk[1].requires_grad_(False)
     opt.step(lambda task: trunk(torch.zeros(2, 1)).mean() * (1 if task == "a" else -1))

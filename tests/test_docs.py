@@ -107,7 +107,7 @@ def test_python_runs(page: str, number: int) -> None:
 
 
 def test_the_example_of_connection_strength_performs_surgery() -> None:
-    """Its report has channel shares, which exist only in Phase 2."""
+    """The example's report has channel shares, which exist only in Phase 2."""
     page = "docs/start.md"
     code = next(code for _, code in _blocks(page) if "convert_task_batchnorm" in code)
     names, printed = _run(code, page)

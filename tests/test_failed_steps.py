@@ -144,7 +144,7 @@ def test_buffers_that_change(between: str, inside: str) -> None:
 
 
 def test_a_normalization_that_is_replaced() -> None:
-    """Its statistics are restored and its factors used, although its parameters are the same."""
+    """Statistics and factors of the new normalization are used, although it has old parameters."""
     setup, opt = started()
     opt.step(setup.closure(0))
     old, new = setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()

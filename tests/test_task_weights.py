@@ -176,7 +176,7 @@ def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float
     ids=repr,
 )
 def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
-    """These methods guarantee it; MGDA with "l2" guarantees it for normalized gradients."""
+    """Guaranteed for these methods; for MGDA with "l2", only if gradients are normalized."""
     for seed in range(4 if SMALL else 12):
         rows = _random_rows(2 + seed % 6, seed)
         if getattr(method, "normalize", None) == "l2":

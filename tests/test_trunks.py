@@ -50,7 +50,7 @@ def test_trunks(name: str) -> None:
     )
     torch.testing.assert_close(found, losses, **CLOSE)
     grads = [[p.grad for p in s.trunk.parameters()] for s in (together, setup)]
-    # Some are zero up to rounding, such as those of biases before a normalization.
+    # Some gradients, such as those of biases before a normalization, are only rounding errors.
     largest = max(g.abs().max().item() for g in grads[1] if g is not None)
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-13 * largest)
     torch.testing.assert_close(together.trunk.state_dict(), setup.trunk.state_dict(), **CLOSE)

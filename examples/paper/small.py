@@ -39,7 +39,7 @@ class _Maps:
     picture: np.ndarray
     """uint8"""
     disparity: np.ndarray
-    """In pixels divided by 32; 0 where unknown."""
+    """In units of 32 pixels; 0 where unknown."""
     band: np.ndarray
     """0 (farthest) to 5 (nearest); -1 where disparity is unknown."""
     normals: np.ndarray

@@ -1,4 +1,4 @@
-// The scheduler of the emulation, and the module that the tests put in the place of _C.cuda.
+// The scheduler of the emulation, and the module that replaces _C.cuda in tests.
 #include <platform.h>
 #include <pybind11/pybind11.h>
 #include <sanitizer/common_interface_defs.h>
@@ -34,7 +34,7 @@ struct Fiber {
   Block* block = nullptr;
   int index = 0;
   State state = State::kDone;
-  double value = 0; // given or received in an exchange
+  double value = 0; // sent or received in an exchange
   int mask = 0;
   ucontext_t context{};
   void* fake_stack = nullptr;
@@ -45,7 +45,7 @@ struct Block {
   std::int64_t index = -1; // none
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::unique_ptr<unsigned char[]> shared;
-  std::size_t ahead = 0; // the first thread of the warp that goes on, for a while
+  std::size_t ahead = 0; // first thread of the warp that currently runs ahead
 };
 
 std::mt19937 random_numbers;
@@ -75,7 +75,7 @@ void to_fiber(Fiber& fiber) {
   current = nullptr;
 }
 
-// A fiber lives on for the next block.
+// A fiber is reused for the next block.
 void fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
   for (;;) {
@@ -103,7 +103,7 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
     fiber->state = State::kReady;
 }
 
-// Lets the lanes of a warp go on that have all come to an exchange.
+// Completes an exchange if all lanes of the warp have reached it.
 bool exchange(Block& block, std::size_t first) {
   double values[kWarp];
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
@@ -124,7 +124,7 @@ bool exchange(Block& block, std::size_t first) {
   return true;
 }
 
-// The threads of a warp that can go on.
+// The threads of a warp that can run.
 std::vector<Fiber*> runnable_of(Block& block, std::size_t first) {
   std::vector<Fiber*> runnable;
   for (std::size_t i = first; i < std::min(first + kWarp, block.fibers.size()); ++i)
@@ -133,8 +133,7 @@ std::vector<Fiber*> runnable_of(Block& block, std::size_t first) {
   return runnable;
 }
 
-// The threads of a warp as far as they come; whether any came on, other than to look at a flag
-// again.
+// Runs the threads of a warp until they wait; returns whether any progressed beyond polling a flag.
 bool advance_warp(Block& block, std::size_t first) {
   std::vector<Fiber*> runnable = runnable_of(block, first);
   std::shuffle(runnable.begin(), runnable.end(), random_numbers);
@@ -146,8 +145,8 @@ bool advance_warp(Block& block, std::size_t first) {
   return (block.fibers[first]->state == State::kExchanging && exchange(block, first)) || moved;
 }
 
-// One warp that can go on, the same several times, or, where blocks come one after the other, every
-// one: what a warp must not do before another has come somewhere shows when it runs ahead.
+// With several resident blocks, runs one warp, often the same one repeatedly, since a warp that runs
+// ahead reveals missing synchronization. With one resident block, runs every warp.
 bool advance(Block& block) {
   const std::size_t threads = block.fibers.size();
   std::vector<std::size_t> warps;
@@ -161,7 +160,7 @@ bool advance(Block& block) {
       block.ahead = warps[static_cast<std::size_t>(drawn(static_cast<int>(warps.size())))];
     moved = advance_warp(block, block.ahead);
     if (warps.size() > 1)
-      return moved; // others can go on: nobody is last at a barrier
+      return moved; // other warps can run, so no barrier is complete
   } else {
     for (const std::size_t first : warps)
       moved = advance_warp(block, first) || moved;
@@ -211,7 +210,7 @@ int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   if (most_resident > 1)
     std::shuffle(left.begin(), left.end(), random_numbers);
   int idle = 0;
-  const Block* stopped = nullptr; // for long, as no other may rely on how far it is
+  const Block* stopped = nullptr; // for a long time: no block may rely on another's progress
   int stopped_for = 0;
   for (;;) {
     if (stopped_for > 0)

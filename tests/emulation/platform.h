@@ -1,6 +1,6 @@
-// What csrc/cuda/platform/platform.h is on a GPU, on this processor: the threads of a block are
-// fibers, and several blocks are under way at once, in an order that is drawn from a seed. Plain
-// memory behind plain addresses, so that the address sanitizer sees every access.
+// Replaces csrc/cuda/platform/platform.h on a CPU: the threads of a block are fibers, and several
+// blocks run concurrently, in an order that is drawn from a seed. Addresses are plain pointers, so
+// the address sanitizer checks every access.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,7 @@ std::int64_t resident_blocks();
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         const std::function<void()>& thread);
 
-// Each kind of access has to lie on a multiple of its size.
+// Every access must be aligned to its size.
 template <class T> const T& aligned(const T* address) {
   if (reinterpret_cast<std::uintptr_t>(address) % sizeof(T) != 0)
     __builtin_trap();
