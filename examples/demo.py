@@ -239,7 +239,7 @@ class Run:
         self.cosines.append(cosines)
 
     def conflict_shares(self) -> dict[str, float]:
-        """Shares of conflicts in the epoch's steps with separate gradients; empty without such."""
+        """Shares of conflicts in steps with separate gradients; empty if the epoch has none."""
         found = self.opt.conflicts().by_module()
         a, b = torch.triu_indices(len(self.tasks), len(self.tasks), 1)
         shares = found.share[:, a, b].mean(1)

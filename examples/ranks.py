@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import cs_kernels as cs
 
 TASKS = ["sum", "product"]
-BATCH = 32  # Of all ranks together.
+BATCH = 32  # Over all ranks.
 SAVE_EVERY = 10
 
 

@@ -180,7 +180,7 @@ def test_one_forward_pass_and_micro_batches() -> None:
 
 
 def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
-    """A trunk for two tasks; the gradients of its biases are the factors of the losses."""
+    """A trunk for two tasks, in which the biases' gradients equal the losses' factors."""
     trunk = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
     opt = optimizer_of(trunk, cs.PCGrad(), lr=0.0)
     opt.count_conflicts(threshold)

@@ -67,7 +67,7 @@ OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) \(and . more\) .* a loss outsid
 CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has already used the update in \.grad"
 LOOPS = {
-    # A gradient of the user's own, in the first step or later, also added to a used update.
+    # The user's own gradients, in the first step or later, also added to a used update.
     **dict.fromkeys(("oM", "MzoM", "MoM", "MZoM", "LzoM"), OWN),
     **dict.fromkeys(("hM", "MzhM"), OWN_OF_HEAD),
     **dict.fromkeys(("MhM", "MZhM"), "a loss outside this"),

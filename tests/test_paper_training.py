@@ -512,7 +512,7 @@ def operations(training, size) -> int:
 
 
 def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
-    """Recon's runs too, whatever they copy; counts grow with pixels; single tasks' heads differ."""
+    """Also for Recon, whatever it copies; counts grow with pixels; single tasks' heads differ."""
     kinds = {}
     for run in runs_of("cityscapes"):
         training = Training(run, tmp_path, data, SCORES)

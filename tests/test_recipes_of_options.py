@@ -109,7 +109,7 @@ def test_several_optimizers(float64, tmp_path):
     )
     of_muon, of_adamw = plain.optimizer.param_groups
     for epoch in range(4):
-        # Half a cosine to 0, and a line to a tenth.
+        # Muon's rate follows half a cosine to 0; AdamW's falls linearly to a tenth.
         of_muon["lr"] = 0.005 * (1 + torch.tensor(epoch * torch.pi / 4).cos().item())
         of_adamw["lr"] = 0.01 * (1 - 0.9 * epoch / 4)
         expected = trained(plain, MIXED_PHASES[3 * epoch : 3 * epoch + 3])

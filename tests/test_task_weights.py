@@ -39,7 +39,7 @@ _ops = torch.ops.cs_kernels
         # (g_2 - g_1) w = 0 on the segment: w_1 = (4 + 1) / 7.
         (cs.MGDA(), CONFLICT, [5 / 7, 2 / 7]),
         (cs.MGDA("l2"), CONFLICT, [0.5, 0.5]),
-        # G v = (1, 2) has v = (2, 1).
+        # G v = (1, 2) has the solution v = (2, 1).
         (cs.IMTLG(), CONFLICT, [2 / 3, 1 / 3]),
         # a_1^2 - a_1 a_2 = 1 = 4 a_2^2 - a_1 a_2: a_1 = 2 a_2 = sqrt 2; the norm is sqrt 2.
         (cs.NashMTL(max_norm=0), CONFLICT, [2**0.5, 0.5**0.5]),
@@ -54,7 +54,8 @@ _ops = torch.ops.cs_kernels
         (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
         (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
         (cs.CAGrad(0.0), CONFLICT, [0.5, 0.5]),
-        # C a = 1 has a = (2, 2); the length is (1 + 2) times the cosine, |a_1 u_1 + a_2 u_2| = 2.
+        # C a = 1 has the solution (2, 2); the length is (1 + 2) times the cosine, |a_1 u_1 + a_2
+        # u_2| = 2.
         (cs.ConFIG(), CONFLICT, [1.5, 0.75]),
         (cs.FairGrad(), CONFLICT, [2**0.5, 0.5**0.5]),
         (cs.NTKMTL(), CONFLICT, [5**0.5, 1.25**0.5]),

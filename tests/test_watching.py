@@ -429,7 +429,7 @@ def test_normalizations_that_have_run_before_in_other_places(order: str, togethe
 def test_a_network_that_is_different_in_each_pass() -> None:
     """Watching ends if it finds nothing new, but still finds a layer that first runs later."""
     trunk, opt, loss = deep(4, lr=1e-3)
-    trunk[3].requires_grad_(False)  # No gradient shows its first run.
+    trunk[3].requires_grad_(False)  # Frozen: no gradient reveals its first run.
     for step in range(40):
         trunk.runs = torch.randperm(3, generator=torch.Generator().manual_seed(step)).tolist()
         opt.step(loss)

@@ -145,8 +145,8 @@ bool advance_warp(Block& block, std::size_t first) {
   return (block.fibers[first]->state == State::kExchanging && exchange(block, first)) || moved;
 }
 
-// With several resident blocks, runs one warp, often the same one repeatedly, since a warp that runs
-// ahead reveals missing synchronization. With one resident block, runs every warp.
+// With several resident blocks, runs one warp, often the same one repeatedly: running ahead reveals
+// missing synchronization. With one resident block, runs every warp.
 bool advance(Block& block) {
   const std::size_t threads = block.fibers.size();
   std::vector<std::size_t> warps;
