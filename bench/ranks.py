@@ -110,7 +110,7 @@ class Training:
             average(p for p in self.parameters if p not in shared)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The textbook way has no group.
+            warnings.simplefilter("ignore")  # The textbook loop has no group.
             return cs.MultiTaskOptimizer(
                 self.trunk,
                 torch.optim.SGD(self.parameters, lr=0.05),
@@ -136,7 +136,7 @@ class Training:
                 self.opt.backward(losses, features=z)
             self.opt.optimizer.step()
         else:
-            if self.way == "textbook":  # The textbook way keeps no buffer of the update.
+            if self.way == "textbook":  # The textbook loop keeps no buffer of the update.
                 state, self.opt = self.opt.state_dict(), self.made()
                 self.opt.load_state_dict(state)
                 gc.collect()
@@ -190,7 +190,7 @@ def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
 def case(
     way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
 ) -> dict[str, Any]:
-    """The counts of one rank; the textbook way fills `expected` with its updates for the others."""
+    """The counts of one rank; the textbook loop fills `expected` with its updates for others."""
     training = Training(way, method, rank, size, width)
     nbytes = 4 * training.numel
     training.step()

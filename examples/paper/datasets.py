@@ -183,7 +183,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
     @abstractmethod
     def _find(self) -> list[str]:
-        """The ids of the split, after a check that all files of each exist."""
+        """Checks that all files of the split exist; returns its ids."""
 
     @abstractmethod
     def _read(self, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:

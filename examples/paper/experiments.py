@@ -194,7 +194,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One table: its rows, the runs of each, and where the paper prints its numbers."""
+    """One table: its rows, their runs, and the key of the paper's numbers in `PUBLISHED`."""
 
     title: str
     data: str
