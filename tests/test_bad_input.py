@@ -320,7 +320,7 @@ TYPES: list[tuple[Callable[[], object], str]] = [
     (lambda: update(W, G, V, GRADS.double()), "grads.*float32.*float64"),
     (lambda: gramian(G.long()), "grads must be one of"),
     (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
-    # Options that no solver takes must not pass as an empty list.
+    # Options that no solver takes must not count as no options.
     *((partial(checked_options, W, *given), OPTIONS) for given in ((1.0, 2.0), (5,), (None,))),
 ]
 TIMES: list[tuple[Callable[[], object], str]] = [
@@ -494,7 +494,7 @@ def test_kernels_touch_no_wrong_memory(backend: str, call: tuple[Any, ...], mess
 def test_layouts_leave_no_element_unwritten(
     backend: str, dim: int, groups: int, message: str
 ) -> None:
-    """Such layouts have too few channels for the tensor, or their number of channels overflows."""
+    """The rejected layouts do not fit the tensor, or their number of channels overflows."""
     updates, grads, tensor = [zeros(4, 3)], [ones(4, 3)] * 2, ones(4, 3)
     rows = (groups * 3) % 2**64 if dim == 1 and groups > 0 else 4
     priorities, statistics = [zeros(rows if rows < 99 else 2).long()], [ones(2, 4)] * 2

@@ -187,7 +187,7 @@ RUNS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing prevents")
 @pytest.mark.parametrize("how", ["function", "checkpoint", "reentrant", "hook", "hook after"])
 def test_what_cannot_be_batched(how: str) -> None:
     """Passes are made one by one, with a warning unless there is a hook."""
@@ -217,7 +217,7 @@ def test_what_cannot_be_batched(how: str) -> None:
             run.sgd.step()
 
 
-@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing prevents")
 def test_a_graph_that_begins_to_hide_parameters() -> None:
     """Gradients that a batched pass misses come from separate passes."""
 

@@ -305,7 +305,7 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 from Nash"),
         (partial(_capture, method=Counting()), r"state in place, but Counting\(\) has a state"),
         (partial(_capture, weighting=StateOfRamp()), "state in place, but .*StateOfRamp"),
-        (partial(_capture, scaler=SCALER), "scaler must have .* with fused=True.*got SGD without"),
+        (partial(_capture, scaler=SCALER), "optimizers must have fused=True .*got SGD without"),
         (partial(_capture, closure=None), "closure must be a function"),
         (partial(_capture, tasks=["c"]), "tasks must be among .*got 'c'"),
         (partial(_capture, warmup=0), "warmup must be at least 1, got 0"),
@@ -372,7 +372,7 @@ def test_gradients_that_wait_for_their_update() -> None:
         captured()
     opt.backward({task: loss(task) for task in AB}, update=False)
     for call in (captured, lambda: opt.capture(loss)):
-        with pytest.raises(RuntimeError, match=r"forget the gradients of backward"):
+        with pytest.raises(RuntimeError, match=r"drop the gradients of backward"):
             call()
     opt.backward({task: loss(task) for task in AB})
     with pytest.raises(RuntimeError, match=r"the update of the last backward"):

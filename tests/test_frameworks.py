@@ -290,7 +290,7 @@ def test_a_backward_pass_of_someone_else(request, framework, method, way):
 
 
 def test_a_backward_that_scales_beside_a_scaler():
-    """Measures the factors of both."""
+    """The optimizer measures both factors."""
     norms = []
     for factor in (1.0, 1024.0):
         model, sgd = _dense()

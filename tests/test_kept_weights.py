@@ -215,7 +215,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
 
 @pytest.mark.parametrize("story", STORIES)
 def test_steps_that_solve(story: str) -> None:
-    """A step between two solutions makes one backward pass per micro-batch."""
+    """Except by layer, steps between two solutions make one pass per micro-batch."""
     method, letters, since = STORIES[story]
     network, steps, since = Network(), [STEPS[x] for x in letters], [*map(int, since)]
     opt = network.start(copy.deepcopy(method))
@@ -387,7 +387,7 @@ class Decoder(nn.Module):
         opt.optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing prevents")
 @pytest.mark.parametrize("way", ["step", "backward"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_other_parameters_are_not_weighted(case: str, way: str) -> None:

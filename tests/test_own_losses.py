@@ -64,7 +64,7 @@ ACTIONS: dict[str, Callable[[Loop], object]] = {
 }
 OWN = r"gradients of weight( \(and . more\))? come from a loss outside .*: add this"
 OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) \(and . more\) .* a loss outside .*: add this"
-CLIPPING = r"Clipping belongs before optimizer\.step"
+CLIPPING = r"Clip before optimizer\.step"
 USED = r"has already used the update in \.grad"
 LOOPS = {
     # The user's own gradients, in the first step or later, also added to a used update.

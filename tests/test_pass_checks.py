@@ -241,7 +241,7 @@ def test_a_part_outside_the_trunk_that_tasks_share() -> None:
     z = network.features()
     h = Injects.apply(z, router(z.detach()).square().mean())
     losses = {t: (network.heads[t](h) - i).square().mean() for i, t in enumerate(AB)}
-    with pytest.raises(RuntimeError, match=r"count once per task, got .* for a parameter of shape"):
+    with pytest.raises(RuntimeError, match=r"count once per task: .* gave a parameter of shape"):
         network.opt.backward(losses)
 
 
@@ -487,7 +487,7 @@ def test_reentrant_checkpointing_is_not_checked() -> None:
     run = torch.utils.checkpoint.checkpoint
     plain = network.part
     network.part = lambda h: run(torch.tanh, plain(h), use_reentrant=True)
-    with pytest.warns(UserWarning, match="reentrant checkpointing hides .*use_reentrant=False"):
+    with pytest.warns(UserWarning, match="reentrant checkpointing prevents .*use_reentrant=False"):
         network.opt.backward(network.losses())
 
 
@@ -511,7 +511,7 @@ def test_a_hook_that_adds_to_each_pass(common: bool) -> None:
     network = Network(torch.tanh)
     network.trunk["first"].weight.register_hook(lambda grad: grad + 1)
     losses = network.losses() if common else {t: network.losses()[t] for t in AB}
-    with pytest.raises(RuntimeError, match=r"count once per task, got .* for first\.weight"):
+    with pytest.raises(RuntimeError, match=r"count once per task: .* gave first\.weight"):
         network.opt.backward(losses)
 
 

@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 def _check_priority(priority: Tensor, exact: Tensor) -> None:
     """Asserts equal priorities where the two largest strengths differ by more than rounding."""
-    if 1 in exact.shape:  # The only channel is every task's maximum: a tie.
+    if 1 in exact.shape:  # With one channel, all strengths are 1: a tie.
         assert priority.eq(0).all()
         return
     top = exact.topk(2, dim=0).values

@@ -185,7 +185,7 @@ def test_a_closure_that_changes_gradients_between_micro_batches():
         setup.optimizer.zero_grad()
         return setup.closure(0)(task)
 
-    opt.step(closure)  # Nothing is lost: every task's update is a step.
+    opt.step(closure)  # Nothing is lost: each task has its own optimizer step.
     opt.step([closure, setup.closure(1)])
     with pytest.raises(RuntimeError, match=LEAVE):
         opt.step([setup.closure(1), closure])

@@ -1,4 +1,4 @@
-"""Task weights from Gramians on every backend: hand values, laws, and states of methods."""
+"""Task weights from Gramians on every backend: known values, laws, and states of methods."""
 
 import math
 from collections import Counter, defaultdict

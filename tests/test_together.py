@@ -590,7 +590,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "not held": (lambda net, run: plus(run, FREE), "must hold every"),
     "a weight": (lambda net, run: plus(run, net.other), r"3\.weight .*by the loss of 'b'"),
     "a weight in the pass": (lambda net, run: plus(run, net[3].weight), r"3\.weight .*in square"),
-    "direct": (lambda net, run: plus(run, net), "forward must run trunk by run"),
+    "direct": (lambda net, run: plus(run, net), "forward must call run"),
     "backward": (lambda net, run: steps_back(run), "leave out backward"),
     "generator": (lambda net, run: run(x for x in [X]), "run must get tensors in lists"),
     "sizes": (lambda net, run: run(X, X[:2]), r"got the sizes \[\(2,\), \(4,\)\]"),

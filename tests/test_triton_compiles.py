@@ -83,7 +83,7 @@ class Contractions:
             found.groups(default="") for found in map(_INSTRUCTION.match, ptx.splitlines()) if found
         ]
         before = -1
-        while len(uneven) > before:  # Loops feed numbers back.
+        while len(uneven) > before:  # Loops of the PTX feed back.
             before, self.number, self.branches = len(uneven), 0, 0
             for predicate, kind, written, rest in lines:
                 to, read = _REGISTER.findall(written), _REGISTER.findall(rest)

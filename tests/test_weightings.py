@@ -484,7 +484,7 @@ def test_nadirs_of_tchebycheff(wrong: float) -> None:
 
 
 def test_famo_skips_non_finite_losses() -> None:
-    """Other tasks' logits learn as if the task were absent; its last finite loss stays in use."""
+    """Logits learn as if a task with a non-finite loss were absent."""
     results = []
     for bad in (True, False):
         weighting = cs.FAMO()

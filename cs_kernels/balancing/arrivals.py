@@ -42,7 +42,7 @@ class Blocks:
         if self._since_step == self.MOST_BLOCKS:
             warnings.warn(
                 f"{self.MOST_BLOCKS} passes of GradientBalancer have been made, and no step has"
-                " ended: pass the optimizer whose step ends yours as optimizer=, or call update()",
+                " ended: pass your optimizer as optimizer=, or call update() after each step",
                 stacklevel=5,
             )
 

@@ -313,7 +313,7 @@ class Features:
         self._combined = sorted(self.gradients.combined)
         if not self._combined:
             raise RuntimeError(
-                f"method must assign the updates, but {method!r}.combine assigned none of features:"
+                f"method must assign the updates, but {method!r}.combine assigned none:"
                 " call gradients.assign(parameters) in it"
             )
 

@@ -173,12 +173,11 @@ class LoopGuard:
         if own and not _is_zero(grads) and _is_finite(grads):
             names = [self._gradients.name_of(p) for p in own]
             raise RuntimeError(
-                "gradients must be None or used by optimizer.step() before step or backward, which"
-                f" set them to None first, but the gradients of {first_of(names)}"
-                " come from a loss outside this MultiTaskOptimizer: add this loss to a"
-                " task's, or call its backward() between opt.backward(...) and optimizer.step(); or"
-                " drop it by zero_grad(). (Clipping belongs before optimizer.step(), too;"
-                " get_total_norm reads a norm)"
+                "gradients must be None or used by optimizer.step() before step or backward clears"
+                f" them, but the gradients of {first_of(names)} come from a loss outside this"
+                " MultiTaskOptimizer: add this loss to a task's, or call its backward() between"
+                " opt.backward(...) and optimizer.step(), or drop it with zero_grad(). (Clip before"
+                " optimizer.step(), too; for a norm alone, use get_total_norm)"
             )
         self._check_other_used()
         self._check_update_used()

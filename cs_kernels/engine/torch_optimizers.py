@@ -47,7 +47,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             held = set(held_by(one))
             if seen & held:
                 raise ValueError(
-                    f"optimizer must hold each parameter once, got {len(seen & held)} in several"
+                    f"optimizer must hold each parameter once, got {len(seen & held)} held twice"
                 )
             seen |= held
         return optimizers

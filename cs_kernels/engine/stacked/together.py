@@ -160,7 +160,7 @@ class _Together:
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
-                # Only before the first call: a later check would change the call's saved tensors.
+                # Only before the first call, whose saved tensors a later check would change.
                 if checks:
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)

@@ -34,7 +34,7 @@ _TILE = {
 _MOST_TILES = 8
 _MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
-# Resident programs per multiprocessor.
+# SUM items per multiprocessor.
 _LAG = 4
 
 
