@@ -156,55 +156,55 @@ def front() -> list[dict[str, Any]]:
 HELPS = {
     "three digits that overlap, accuracy in %": (
         ("digits", "three/", "mean %"),
-        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
-        {"Sum+steps": "three times the steps"},
+        ("UPGrad", "NashMTL"),
+        ("Sum+steps", "three times the steps"),
     ),
     "two digits, one loss multiplied by 0.1, accuracy in %": (
         ("digits", "unequal/", "mean %"),
-        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
-        {"Sum+steps": "twice the steps"},
+        ("UPGrad", "NashMTL"),
+        ("Sum+steps", "twice the steps"),
     ),
     "a pretrained network finds boxes, average precision in %": (
         ("finetune", "", "boxes: AP %↑"),
-        {"UPGrad": "UPGrad", "PCGrad": "PCGrad"},
-        {"Sum+steps": "twice the steps"},
+        ("UPGrad", "PCGrad"),
+        ("Sum+steps", "twice the steps"),
     ),
     "the same network labels pixels, mean IoU in %": (
         ("finetune", "", "pixels: mIoU %↑"),
-        {"UPGrad": "UPGrad", "PCGrad": "PCGrad"},
-        {"Sum+steps": "twice the steps"},
+        ("UPGrad", "PCGrad"),
+        ("Sum+steps", "twice the steps"),
     ),
     "a survey with missing labels, gain over single-task networks in %": (
         ("tabular", "", "Delta m in %"),
-        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
-        {"Sum+UncertaintyWeights": "learned weights"},
+        ("UPGrad", "NashMTL"),
+        ("Sum+UncertaintyWeights", "learned weights"),
     ),
     "the Helmholtz equation, error in %, lower is better": (
         ("pinn", "helmholtz/", "relative L2 error, %↓"),
-        {"UPGrad": "UPGrad", "NashMTL": "NashMTL"},
-        {"tuned weights": "tuned weights"},
+        ("UPGrad", "NashMTL"),
+        ("tuned weights", "tuned weights"),
     ),
     "unlearning one text, loss of a text to keep (1.25 before), lower is better": (
         ("protect", "ascent/", "documentation"),
-        {"Protect": "Protect", "SAGO": "SAGO"},
-        {"Sum, times 10": "ten times the loss to keep, three times the steps,"},
+        ("Protect", "SAGO"),
+        ("Sum, times 10", "ten times the loss to keep, three times the steps,"),
     ),
 }
-"""By problem: file, prefix of rows, and column of the records; rows with and without surgery."""
+"""By problem: file, prefix of rows, and column of the records; methods; a row without surgery."""
 
 
 def trainings() -> str:
     """The gains of surgery on each problem, beside gains of the plain sum by other means."""
     rows = []
-    for problem, ((file, prefix, column), *ways) in HELPS.items():
+    for problem, ((file, prefix, column), methods, (other, words)) in HELPS.items():
         lines = [
             [*map(str.strip, line.strip("|").split("|"))]
             for line in (USES / f"{file}.md").read_text().splitlines()
             if line.startswith("|")
         ]
         values = {line[0]: line[lines[0].index(column)] for line in lines}
-        cells = [", ".join(f"{w} {values[prefix + n]}" for n, w in way.items()) for way in ways]
-        rows.append([problem, values[f"{prefix}Sum"], *cells])
+        surgery = ", ".join(f"{method} {values[prefix + method]}" for method in methods)
+        rows.append([problem, values[f"{prefix}Sum"], surgery, f"{words} {values[prefix + other]}"])
     header = ["trained on", "plain sum", "with surgery", "plain sum with more steps or weights"]
     text = "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 4, *rows))
     text = re.sub(r"(\d)-(\d)", r"\1 to \2", text)

@@ -1,6 +1,5 @@
 """The tables of README.md and docs/benchmarks.md agree with the records of the benchmarks."""
 
-import math
 import re
 import runpy
 import subprocess
@@ -55,42 +54,49 @@ def _rows(name: str) -> list[list[list[float | None]]]:
     ]
 
 
+def _panels(name: str) -> list[torch.Tensor]:
+    """By panel of a picture, the positions of its colored markers: float64 [2, markers]."""
+    picture = (ROOT / "bench" / "results" / f"{name}.svg").read_text().partition('id="legend_1"')[0]
+    colors = "|".join(style.LIBRARIES.values())
+    marker = (
+        rf'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill[^"]*stroke: (?:{colors})'
+    )
+    return [
+        torch.tensor([[*map(float, xy)] for xy in re.findall(marker, panel)]).double().T
+        for panel in picture.split('id="axes_')[1:]
+    ]
+
+
+def _assert_linear(drawn_at: torch.Tensor, values: torch.Tensor) -> None:
+    """Asserts that positions are a linear function of the values."""
+    line = torch.stack([values, torch.ones_like(values)], 1)
+    fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None]).solution
+    assert (fitted[:, 0] - drawn_at).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("look", ["", "-dark"])
 @pytest.mark.parametrize("name", ["front", "methods", "phase2"])
 def test_pictures_show_the_records(name: str, look: str) -> None:
     """A marker's x follows the logarithm of its value, and its y is its row's."""
-    picture = (ROOT / "bench" / "results" / f"{name}{look}.svg").read_text()
-    drawn = re.split('id="axes_', picture.partition('id="legend_1"')[0])[1:]
-    position = r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)" style="fill[^"]*stroke: '
-    colors = "|".join(style.LIBRARIES.values())
-    for markers, rows in zip(drawn, _rows(name), strict=True):
-        at = [[*map(float, xy)] for xy in re.findall(f"{position}(?:{colors})", markers)]
-        expected = [
-            [math.log(value), float(number)]
-            for column in range(len(rows[0]))
-            for number, row in enumerate(rows)
-            if (value := row[column]) is not None
-        ]
-        for drawn_at, wanted in zip(torch.tensor(at).T, torch.tensor(expected).T, strict=True):
-            line = torch.stack([wanted, torch.ones_like(wanted)], 1).double()
-            fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None].double()).solution
-            assert (fitted[:, 0] - drawn_at).abs().max() < 0.05
+    for drawn_at, rows in zip(_panels(f"{name}{look}"), _rows(name), strict=True):
+        values, numbers = torch.tensor(
+            [
+                (value, number)
+                for column in range(len(rows[0]))
+                for number, row in enumerate(rows)
+                if (value := row[column]) is not None
+            ],
+            dtype=torch.float64,
+        ).T
+        _assert_linear(drawn_at[0], values.log())
+        _assert_linear(drawn_at[1], numbers)
 
 
 @pytest.mark.parametrize("look", ["", "-dark"])
 def test_lines_of_the_price_show_the_record(look: str) -> None:
     page = runpy.run_path(str(ROOT / "bench" / "page.py"))
     cases = [c for c in page["last"]("price", "resnet18")["cases"] if c["network"] == "resnet18"]
-    picture = (ROOT / "bench" / "results" / f"price{look}.svg").read_text()
-    position = r'<use xlink:href="#\w+" x="[\d.]+" y="([\d.]+)" style="fill[^"]*stroke: '
-    colors = "|".join(style.LIBRARIES.values())
-    for panel, key in zip(
-        picture.split('id="axes_')[1:], ("over_plain", "peak_bytes"), strict=True
-    ):
-        heights = re.findall(f"{position}(?:{colors})", panel)
-        drawn_at = torch.tensor([*map(float, heights)]).double()
+    keys = ("over_plain", "peak_bytes")
+    for drawn_at, key in zip(_panels(f"price{look}"), keys, strict=True):
         values = [c[key] for way in page["WAYS"] for c in cases if c["step"] == way]
-        wanted = torch.tensor(values).double().log()
-        line = torch.stack([wanted, torch.ones_like(wanted)], 1)
-        fitted = line @ torch.linalg.lstsq(line, drawn_at[:, None]).solution
-        assert (fitted[:, 0] - drawn_at).abs().max() < 0.05
+        _assert_linear(drawn_at[1], torch.tensor(values).double().log())
