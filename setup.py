@@ -27,7 +27,7 @@ class CMakeBuild(build_ext):
     """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
 
     def run(self) -> None:
-        """Builds the extension; on failure, falls back to pure torch or, if requested, exits."""
+        """Builds the extension; on failure, exits if it was requested, else uses pure torch."""
         try:
             super().run()
         except (ImportError, OSError, subprocess.CalledProcessError) as error:

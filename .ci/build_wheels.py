@@ -144,9 +144,9 @@ def _pure(python: Path, log: Path, folder: Path) -> None:
 def main() -> None:
     """Builds all wheels; exits with a message if a wheel fails, or if no Python is found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--require-torch", action="store_true", help="to use every wheel with")
+    parser.add_argument("--require-torch", action="store_true", help="fail for a Python without it")
     parser.add_argument("--no-pure", action="store_true", help="only wheels for this platform")
-    parser.add_argument("pythons", nargs="*", help=f"those of {', '.join(VERSIONS)} if not given")
+    parser.add_argument("pythons", nargs="*", help=f"default: those of {', '.join(VERSIONS)} here")
     arguments = parser.parse_args()
     pythons = {}
     for wanted in arguments.pythons or VERSIONS:
@@ -157,9 +157,9 @@ def main() -> None:
         elif arguments.pythons:
             sys.exit(f"{wanted} does not run, or lacks its headers or ensurepip")
         else:
-            print(f"Python {wanted}: skipped, it is not installed here")
+            print(f"Python {wanted}: skipped, as it is not installed here")
     if not pythons:
-        sys.exit(f"there must be one of Python {', '.join(VERSIONS)}, with its headers")
+        sys.exit(f"a Python of {', '.join(VERSIONS)} must be installed, with its headers")
     build = Path(os.environ.setdefault("CS_KERNELS_BUILD", "build/compiled"))
     # In a used folder, CMake keeps the architectures of the first build, and setuptools keeps
     # modules that the sources no longer have.
@@ -183,7 +183,7 @@ def main() -> None:
             built = time.monotonic()
             torch = _install_torch(python)
             if arguments.require_torch and not torch:
-                sys.exit(f"no torch for the CPU is to be had for Python {version}")
+                sys.exit(f"there is no CPU build of torch for Python {version}")
             dependencies = ["--constraint", "constraints.txt"] if torch else ["--no-deps"]
             _must(_pip(python, "install", "--quiet", *dependencies, str(wheel)))
             used = _use(python, *([] if torch else ["--alone"]))
@@ -193,7 +193,7 @@ def main() -> None:
                 _pure(python, log, Path(folder) / "pure")
             pure |= torch
         if not torch:
-            print(f"Python {version}: no torch for the CPU is to be had, so only _C was imported")
+            print(f"Python {version}: there is no CPU build of torch, so only _C was imported")
 
 
 if __name__ == "__main__":

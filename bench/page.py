@@ -70,7 +70,7 @@ TABLES = {
         all-gather={all-gather:.3f} | all-reduce={all-reduce:.3f} | control, bytes={control:.0f}
         peak={peak:.2f} | kept={kept:.2f}""",
 }
-"""`header=cell` per column; of a cell's forms, the first is used whose fields are in the case."""
+"""`header=cell` per column; the first of a cell's forms whose fields are in the case is used."""
 NETWORKS = {"resnet18": "ResNet-18", "small": "small"}
 MARKS = {
     "cs_kernels": ("cs_kernels", "o", True),
@@ -91,8 +91,8 @@ WAYS = {
 }
 """By step of `price`: the library, the marker and the label in the picture of ResNet-18.
 
-TorchJD has two further variants, one slower than its first here, one with more memory than its
-second.
+Two other variants of TorchJD are left out: one is slower than the first one here, the other takes
+more memory than the second.
 """
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
@@ -107,7 +107,7 @@ def in_millions(value: Any, name: str = "") -> Any:
 
 
 def last(name: str, network: str | None = None) -> dict[str, Any]:
-    """The last record from a clean checkout that contains the network."""
+    """The last record that contains the network and comes from a clean checkout."""
     text = (RESULTS / f"{name}.jsonl").read_text().replace('"textbook PCGrad": {', '"textbook": {')
     records = [json.loads(line) for line in text.splitlines()]
     for record in records:
@@ -263,7 +263,7 @@ def contents(name: str) -> list[str]:
 
 
 def main_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of ResNet-18 with 4 tasks in float32."""
+    """The cases of ResNet-18 with 4 tasks in float32."""
     main = ("resnet18", 4, "float32")
     return [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
 

@@ -1,11 +1,11 @@
-"""Counts the bytes that a step on many ranks sends, and its gradients' memory; measures no times.
+"""Counts the bytes that a step on several ranks sends and its gradients' memory; measures no times.
 
     python bench/ranks.py [--quick]
 
 The benchmark trains ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo. It
 compares replicated ranks, ranks with `fully_shard`, and the textbook loop, which all-reduces every
 task's whole gradient. All ranks must have the same bits, and updates must agree with the textbook
-loop. At features, where the trunk is not converted, the textbook loop sums the Gramian of the
+loop's. At features, where the trunk is not converted, the textbook loop sums the Gramian of the
 features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task weights
 are from the first step. `--quick` uses a narrow network and 2 processes, and writes no record.
 """
@@ -46,7 +46,7 @@ WAYS = ("textbook", "replicated", "fully_shard")
 STEPS = 4
 """The first step learns the passes; memory is measured in the third, and bytes in the fourth."""
 TOLERANCE = 1e-5
-"""The largest difference allowed, relative to the largest element of each tensor's update."""
+"""The largest difference allowed, relative to the largest element of each parameter's update."""
 
 
 def smooth_resnet18(width: int) -> nn.Module:
@@ -144,7 +144,7 @@ class Training:
         self.number += 1
 
     def textbook_at_features(self, z: Tensor, losses: dict[str, Tensor]) -> None:
-        """Computes the gradients of all parameters in plain torch."""
+        """Computes the gradients of all parameters in plain torch, except for the task weights."""
         self.opt.optimizer.zero_grad()
         rows, ranks = [], dist.get_world_size()
         for task, loss in losses.items():
@@ -190,7 +190,7 @@ def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
 def case(
     way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
 ) -> dict[str, Any]:
-    """The counts of one rank; the textbook loop fills `expected` with its updates for others."""
+    """The counts of one rank; the textbook loop puts the updates that others need in `expected`."""
     training = Training(way, method, rank, size, width)
     nbytes = 4 * training.numel
     training.step()
@@ -251,7 +251,7 @@ def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str
 
 
 def check_formulas(c: dict[str, Any]) -> None:
-    """Compares counts with the formulas of docs/benchmarks.md, which omit up to 3 %."""
+    """Compares counts with the formulas of docs/benchmarks.md, which omit up to 3%."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):

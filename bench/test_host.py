@@ -2,8 +2,8 @@
 
 The CUDA backend's front end runs on CPU tensors, and its launches do nothing; no memory is pinned,
 and nothing is transferred. With every method, a step saves the running statistics until it ends;
-the copies run here, but in kernels on a GPU. The network is HRNet-18 with 4 tasks: its convolutions
-are so many and so small that a GPU probably waits for the host.
+here, these copies count as host time, although kernels make them on a GPU. The network is HRNet-18
+with 4 tasks: its convolutions are so many and so small that a GPU probably waits for the host.
 """
 
 from typing import Any

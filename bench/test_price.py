@@ -35,7 +35,7 @@ import cs_kernels as cs
 THREADS = 2
 EVERY = 10
 CYCLE = 2 * EVERY
-"""The steps of a timed run with `update_every`: two whole intervals, whatever its first step."""
+"""The steps of a timed run with `update_every`: two whole intervals, wherever the run starts."""
 KEEPING = ("PCGrad", "CAGrad", "UPGrad", "NashMTL")
 EXACT = ("PCGrad", "UPGrad")
 PEERS: dict[str, Callable[[str, int], WholeStep]] = {
@@ -183,7 +183,7 @@ def test_limits(report: Any, quick: bool, name: str, tasks: int) -> None:
 
 
 def _per_task(network: str, tasks: int) -> OursPerTask:
-    """Phase 2 with task-specific normalization; its first update must equal the reference's."""
+    """Phase 2 with task-specific normalization; its first update must agree with the reference."""
     updates = []
     for backend in ("reference", None):
         row = OursPerTask(network, tasks, cs.ConnectionStrength(), convert=True)

@@ -39,7 +39,7 @@ class _Peer(cs.Method):
 
 
 def _torchjd(name: str) -> cs.Method:
-    """TorchJD's method with default options, after the gradients are stacked to `.jac`."""
+    """TorchJD's method with default options, after the gradients are stacked into `.jac`."""
     method = aggregator(name, 0)  # Only for methods that do not need the number of tasks.
     return _Peer(lambda parameters, rows: torchjd_step(method, parameters, stacked(rows)))
 
@@ -138,7 +138,8 @@ def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
         names = ["Phase 1", "Phase 2"]  # Enough for a smoke test.
     backends = cs.available_backends()
     if setting.device == "cpu" or backends["triton"] or backends["cuda"]:
-        names = [name for name in names if not name.endswith("triton")]  # Same as "Phase 2".
+        # Triton's row cannot run here, or is the same as "Phase 2".
+        names = [name for name in names if not name.endswith("triton")]
     if find_spec("torchjd") is None:
         names = [name for name in names if not name.startswith("TorchJD")]
     rows = {name: Row(name, setting) for name in names}

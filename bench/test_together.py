@@ -2,7 +2,7 @@
 
 A step includes the passes, the surgery and an optimizer without state. Memory is measured in two
 ways: the gradients of convolutions' weights, as torch's dispatcher sees them (the trunk of linear
-layers has none), and the growth of a fresh process's resident memory in three steps, which includes
+layers has none), and the growth of a fresh process's resident memory in three steps, including
 activations and gradients.
 """
 

@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="test whether the kernels are correct on this machine",
         description="Compares every backend that runs here with the float64 reference: operators,"
         " whole steps, a captured step. A hang or a crash counts as a failure. The exit status is 0"
-        " if nothing failed.",
+        " if a backend was checked and nothing failed.",
     )
     checks.add_argument("--bench", action="store_true", help="also measure times")
     checks.add_argument(

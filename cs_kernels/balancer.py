@@ -216,9 +216,8 @@ class GradientBalancer:
 
         Raises:
             ValueError: A task is unknown, or a loss is not a scalar with a graph.
-            RuntimeError: There are many ranks, where each task needs its own forward pass; or a
-                pass is not repeatable; or a `with` block of a task is open, or the balancer is
-                closed.
+            RuntimeError: There is more than one rank, where each task needs its own forward pass; a
+                pass is not repeatable; a `with` block of a task is open; or the balancer is closed.
 
         """
         given = checked_losses(losses)
@@ -249,7 +248,7 @@ class GradientBalancer:
         return {task: loss.detach() for task, loss in given.items()}
 
     def update(self) -> None:
-        """Ends a step: solves for the task weights of the next step.
+        """Ends a step; in steps that `every` selects, solves for the task weights of the next step.
 
         If there is an optimizer, its `step` calls this. All ranks have to call it.
 
@@ -278,7 +277,7 @@ class GradientBalancer:
 
     @property
     def method(self) -> Method:
-        """The method, which cannot be replaced: build another balancer."""
+        """The method; to use another one, build another balancer."""
         return self._method
 
     @property
@@ -344,7 +343,7 @@ class GradientBalancer:
                 raise ValueError(f"state must have {name} {list(own)}, got {list(state[name])}")
         method, found = type(self.method).__name__, state["method"]["name"]
         if found != method:
-            raise ValueError(f"state must be of method {method}, got {found}")
+            raise ValueError(f"state must be for method {method}, got one for {found}")
         steps = checked_integer("steps", state["steps"], 0, 1 << 63)
         weights = state["weights"]
         shape = self._products.gramian.shape[:2]
@@ -368,7 +367,7 @@ class GradientBalancer:
         """The arguments and the state, for copies and pickles.
 
         Raises:
-            TypeError: There are many ranks.
+            TypeError: There is more than one rank.
 
         """
         if self._ranks > 1:
@@ -395,7 +394,7 @@ class GradientBalancer:
 
     @property
     def _solves(self) -> bool:
-        """Whether this step solves for weights, as all do until every task has had a gradient."""
+        """Whether this step solves for weights; all steps do until each task has had a gradient."""
         return self._steps % self.every == 0 or not self._products.all_known
 
     def _restart(self) -> None:

@@ -6,7 +6,7 @@ import torch
 
 
 class Elapsed:
-    """The time that a `with` block takes on a device; on a GPU, only if `wanted`."""
+    """The time that a `with` block takes on a device; on a GPU, measured only if `wanted`."""
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self._marks: list[float | torch.cuda.Event] = []

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 
 def described(value: object) -> str:
-    """Describes a value by its type in an error message; a class by its name, a string in full."""
+    """The type of a value, for an error message; a string is also quoted, and a class named."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__

@@ -92,7 +92,7 @@ def task_priority(strength: Tensor) -> Tensor:
         strength: Floating [K, O]. Only normalized strengths can be compared between tasks.
 
     Returns:
-        int64 [O]. A tie goes to the lowest task; a NaN never beats a number.
+        int64 [O]. A tie goes to the lowest index; a NaN never beats a number.
 
     Raises:
         ValueError: The shape does not fit.
@@ -116,7 +116,7 @@ def project_conflicts(
 
     The channels of task i form the channel group CG_i; task i's gradient there is the reference
     gradient G_i. Any other task's gradient in conflict with G_i (a negative dot product over the
-    whole channel group) loses its component along G_i. The update is the sum of all gradients.
+    whole channel group) loses its component along G_i. The update is the sum of the results.
 
     Args:
         grads: [K, *weight.shape].
@@ -315,7 +315,7 @@ def _check_layer(
     out_channel_dim: int,
     groups: int,
 ) -> list[float]:
-    """Returns eps as a list, one number per task."""
+    """Checks the arguments; returns eps as a list, one number per task."""
     check_type(weight, "weight")
     check_layout(weight, out_channel_dim, groups)
     channels = out_channels(weight, out_channel_dim, groups)

@@ -2,7 +2,7 @@
 
 If `.grad` is None, autograd puts its own buffer there, so a task's row takes the tensors that the
 backward pass has left in `.grad`: nothing is copied or added. An elementwise operator overwrites a
-task's gradient with the update and makes it `.grad`, so a step holds only K gradients. Other
+task's gradient with the update, which becomes `.grad`, so a step holds only K gradients. Other
 updates are written into buffers that are reused in every step. Methods see a complex gradient as
 pairs of real numbers, so that dot products are real inner products.
 """
@@ -26,12 +26,12 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def owned(grad: Tensor) -> Tensor:
-    """The gradient, or a copy if it is a view, which would keep a larger tensor in memory."""
+    """The gradient, or a copy of a view, since a view would keep a larger tensor in memory."""
     return grad if grad._base is None else grad.clone()
 
 
 def moved(tensor: Tensor, device: str | None) -> Tensor:
-    """The tensor itself, or a copy in page-locked host memory if its device is not `device`."""
+    """The tensor, or a page-locked host copy if `device` is given and differs from the tensor's."""
     if device is None or tensor.device.type == device:
         return tensor
     kept = torch.empty_like(tensor, device=device, pin_memory=True)
@@ -41,7 +41,7 @@ def moved(tensor: Tensor, device: str | None) -> Tensor:
 class Storage:
     """The buffers of the updates, and the methods' computations, in a single process.
 
-    The strategies for many ranks, where each rank has a shard of every gradient, inherit from it.
+    The strategies for several ranks, each with a shard of every gradient, inherit from it.
 
     Args:
         parameters: The parameters, in the order of the rows.
@@ -76,7 +76,7 @@ class Storage:
         return cast("list[Tensor]", updates)
 
     def free_updates(self) -> None:
-        """Frees the buffers of the updates, because the next gradients add up in `.grad`."""
+        """Frees the buffers of the updates."""
         self._updates = [None] * len(self.parameters)
 
     def release_own(self, gradients: "TaskGradients") -> None:
@@ -269,8 +269,8 @@ class TaskGradients:
             if grad.layout is not strided:
                 raise ValueError(
                     f"gradients of trunk must be dense, but the gradient of {self.names[i]} has"
-                    f" layout {grad.layout}: use sparse=False, or Sum(), or backward(losses,"
-                    " features=z) with an output z of trunk, which keeps it sparse"
+                    f" layout {grad.layout}: use sparse=False, or, to keep it sparse, Sum() or"
+                    " backward(losses, features=z) with an output z of trunk"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
             row[i] = owned(grad)

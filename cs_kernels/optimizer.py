@@ -186,7 +186,7 @@ class MultiTaskOptimizer(Copyable):
 
         After any exception, including the closure's, parameters and running statistics are as
         before the step (in Phase 1: before that task's update), and gradients are None. Changes
-        that torch optimizers have made before one of them raises are not undone. The statistics are
+        that torch optimizers make before one of them raises are not undone. The statistics are
         restored in the trunk, and in the modules that ran in the first step of each task. The
         parameters that a loss depends on are checked in the task's first step, every 32 steps, and
         after parameters were frozen or unfrozen.
@@ -197,7 +197,7 @@ class MultiTaskOptimizer(Copyable):
                 closures, one per micro-batch, whose losses and gradients add up (divide by their
                 number for a mean).
             tasks: The tasks that the batch has labels for, in the order of Phase 1. Default: all.
-                On many ranks, each rank names its own tasks, or none; a task's gradient is the mean
+                On several ranks, each names its own tasks, or none; a task's gradient is the mean
                 over the ranks that name it. After `fully_shard`, every rank runs the tasks that any
                 rank names, and needs a loss with finite gradients for them, such as
                 `0 * output.sum()`.
@@ -224,9 +224,9 @@ class MultiTaskOptimizer(Copyable):
         """`step` with one forward and one backward pass for all tasks in Phase 2.
 
         The trunk runs once on K copies of the batch, one per task, and each copy is normalized by
-        its task's modules. Updates equal `step`'s; they are made during the backward pass, a few
-        layers at a time. Memory holds the activations of K passes at once, but only the K gradients
-        of the largest layer and one update, instead of K + 1 gradients of all layers.
+        its task's modules. Updates equal `step`'s up to rounding, and are made during the backward
+        pass, a few layers at a time. Memory holds the activations of K passes at once, but only the
+        K gradients of the largest layer and one update, instead of K + 1 gradients of all layers.
 
             losses = opt.step_together(
                 lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
@@ -252,8 +252,8 @@ class MultiTaskOptimizer(Copyable):
                 `ConnectionStrength()` nor `Sum()` nor a Gramian method with groups="layer"; the
                 trunk has plain batch normalization in training, changes other buffers, or uses a
                 prioritized weight (with groups="layer", any shared parameter that trains) in
-                several layers or outside its layer; a loss depends on another task's outputs; there
-                are many ranks; or conflicts are counted.
+                several layers or outside its layer; a loss depends on another task's outputs; the
+                weighting computes losses again; there is a process group; or conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` is not a function.
             RuntimeError: As in `step`.
 
@@ -299,7 +299,7 @@ class MultiTaskOptimizer(Copyable):
                 come after the features if only one loss reaches it. Each rank passes the features
                 of its own batch, the same number on all; a rank without losses may pass any
                 tensors.
-            batched: Whether to make all backward passes at once, by `torch.vmap`. This is faster
+            batched: Whether to make all backward passes at once, with `torch.vmap`. This is faster
                 for transformers and MLPs with few samples, and slower for convolutions; gradients
                 of activations take K times the memory. The update differs only by rounding, unless
                 a hook on an activation changes gradients: it sees one batch of all tasks'
@@ -315,8 +315,8 @@ class MultiTaskOptimizer(Copyable):
                 parameter that the optimizer does not hold or on none of the trunk; the trunk has
                 task-specific normalization; the weighting computes losses again (`FAMO()`); or
                 `features` does not separate the losses from the trunk, or is not supported with the
-                method (`ConnectionStrength`; `GradDrop` on many ranks), `update=False` or
-                `backward=`; or `batched` is not supported with many ranks, `backward=` or
+                method (`ConnectionStrength`; `GradDrop` with a process group), `update=False` or
+                `backward=`; or `batched` is not supported with a process group, `backward=` or
                 `features`.
             TypeError: `losses` is not a mapping, or a loss or a feature is not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass per task; or the
@@ -350,9 +350,9 @@ class MultiTaskOptimizer(Copyable):
 
         A replay runs no Python. The closure must read its batch from tensors that are refilled in
         place. Values that it computes on the host, and numbers in the network such as a dropout
-        rate, stay as in the capture. After parameters, buffers, states or numbers in `param_groups`
-        have been replaced, the step is captured again. A learning rate that changes in every step
-        should therefore be a tensor on the device, which schedulers write in place.
+        rate, stay as they were in the capture. After parameters, buffers, states or numbers in
+        `param_groups` have been replaced, the step is captured again. A learning rate that changes
+        in every step should therefore be a tensor on the device, which schedulers write in place.
 
         Args:
             closure: As in `step`.
@@ -365,8 +365,8 @@ class MultiTaskOptimizer(Copyable):
                 `capturable` but not `capturable=True`, a scaler with an optimizer that is not
                 fused, `backward=`, batch normalization with momentum=None, `update_every` above 1,
                 a weighting that computes losses again, a method or weighting whose state cannot be
-                captured, many ranks, or parameters on several devices; or `tasks` or `warmup` is
-                invalid.
+                captured, kept gradients (`Protect` with `refresh_every`), a process group, or
+                parameters on several devices; or `tasks` or `warmup` is invalid.
             TypeError: A closure is not a function, or `warmup` is not an integer.
             RuntimeError: Gradients or an update of `backward` have not been used yet.
 
@@ -453,7 +453,7 @@ class MultiTaskOptimizer(Copyable):
         Each joint step then reads the gradients once more, without a host synchronization; updates
         stay the same, bit for bit. A second call starts again from zero, with the new threshold.
         The counts are part of `state_dict`: a resumed run calls this first, then `load_state_dict`.
-        On many ranks, all ranks have to call it.
+        On several ranks, all have to call it.
 
         Args:
             threshold: Two gradients are in conflict if their cosine is below this number, in

@@ -66,6 +66,7 @@ class Switch(Schedule):
 
     Raises:
         ValueError: `epoch` is negative.
+        TypeError: `epoch` is not an integer.
 
     """
 

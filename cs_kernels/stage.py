@@ -29,7 +29,7 @@ class Stage(IntEnum):
     LAST = 5
     """Passes of the last micro-batch, and the method's update."""
     HEADS = 6
-    """Passes of the heads, which end at the features; the method combines their gradients."""
+    """Passes of the heads, back to the features, whose gradients the method combines."""
     TRUNK = 7
     """The pass that propagates the features' combined gradient to the trunk's parameters."""
 
@@ -45,7 +45,7 @@ class Stage(IntEnum):
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for a later stage, which makes the update."""
+        """Whether gradients wait for a later stage."""
         return self in (Stage.FIRST, Stage.MIDDLE, Stage.HEADS)
 
 
@@ -62,8 +62,8 @@ class Passes:
     before: Losses = field(default_factory=Losses)
     """The losses of earlier stages."""
     reached: tuple[bool, ...] = ()
-    """In HEADS: for each feature, whether a task has a gradient for it: on this rank before
-    averaging, on any rank afterwards."""
+    """In HEADS, for each feature: whether a task has a gradient for it, on this rank before
+    averaging and on any rank afterwards."""
 
     @property
     def adds_tasks(self) -> bool:

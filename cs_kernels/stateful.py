@@ -18,7 +18,7 @@ def check_tensors(
     by_task = state[name]
     if not isinstance(by_task, Mapping) or not set(by_task) <= set(tasks):
         found = list(by_task) if isinstance(by_task, Mapping) else type(by_task).__name__
-        raise ValueError(f"state[{name!r}] must map tasks of {list(tasks)} to values, got {found}")
+        raise ValueError(f"state[{name!r}] must map tasks in {list(tasks)} to values, got {found}")
     for task, tensor in by_task.items():
         if not isinstance(tensor, Tensor) or tensor.shape != tuple(shape):
             got = str(tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__)
@@ -84,8 +84,8 @@ class Stateful:
         device and update them in place. If tensors are replaced, the step is captured again.
 
         Raises:
-            ValueError: Replays would go wrong. By default: there is a state, but a subclass does
-                not override this method.
+            ValueError: Replays would go wrong. By default: a subclass has a state, but
+                does not override this method.
 
         """
         if self.has_state():

@@ -40,7 +40,7 @@ class Surgery:
     priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
     """Int64, each layer's [O] concatenated: the top-priority tasks."""
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
-    """Float64 [layers, K, K]: d_ij of the channel groups, times the square of the loss scale."""
+    """Float64 [layers, K, K]: <G_i, G_j> over channel group i, times the squared loss scale."""
 
     @property
     def energies(self) -> Tensor | None:
@@ -85,7 +85,7 @@ class Surgery:
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
-    """Converts indices to slices: indexing with a list would synchronize with a GPU."""
+    """Converts indices to slices, because indexing with a list would synchronize with a GPU."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
     return map(slice, starts, stops)
@@ -113,7 +113,7 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Keeping:
-    """The gradients that a method keeps between steps."""
+    """Which gradients a method keeps between steps, and where."""
 
     tasks: tuple[str, ...]
     refresh_every: int
@@ -145,8 +145,8 @@ class Step:
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
     """The losses after weighting. Backward passes start from them, times the loss scale."""
     known: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of this step that are known before a task's backward pass, detached: in `backward`
-    of all tasks, in `step` of this task alone. Empty on many ranks and with micro-batches."""
+    """The losses of this step that are known before a task's backward pass, detached: this task's
+    alone in `step`, else all tasks'. Empty with more than one rank or micro-batch."""
     losses_after: dict[str, Tensor] = field(default_factory=dict)
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class Step:
 
 
 class CapturedFacts(Step):
-    """The facts of a step in a CUDA graph, whose number changes from replay to replay."""
+    """The facts of a captured step, whose number changes from replay to replay."""
 
     def __getattribute__(self, name: str) -> Any:
         """Reads an attribute other than `number`.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler's own messages.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Silences the profiler.
 
 import plots
 import torch
@@ -308,7 +308,7 @@ class Run:
 def train_all(
     settings: Settings, names: list[str], seed: int, console: Console, ranks: Ranks
 ) -> dict[str, Any]:
-    """Trains single-task networks and every row for one seed; other ranks return nothing."""
+    """Trains single-task networks and every row for one seed; only the first rank has results."""
     train, test = load()
     results: dict[str, Any] = {}
     columns = (
@@ -401,7 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a minute: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a minute, to see whether it runs")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -413,7 +413,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--draw", type=Path, help="draws the pictures of a results.json again")
+    parser.add_argument("--draw", type=Path, help="only draw the pictures of a results.json")
     options = parser.parse_args()
     if options.draw:
         draw(json.loads(options.draw.read_text())["runs"][-1], options.out)

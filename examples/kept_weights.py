@@ -4,11 +4,11 @@
 
 The script writes final losses and metrics, and compares the differences due to kept weights with
 those between seeds. All rows of a seed have the same initial weights and crops; PCGrad draws its
-orders by the same seed.
+orders with the same seed.
 
-It does not show the time that kept weights save: task-specific normalization needs `step`, which
-makes a forward and a backward pass per task in any case, whereas `backward` would make one pass for
-all tasks.
+The results do not show the time that kept weights save: task-specific normalization needs `step`,
+which makes a forward and a backward pass per task in any case, whereas `backward` would make one
+pass for all tasks.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="half a minute: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="30 seconds, to see whether it runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     options = parser.parse_args()

@@ -67,11 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sharded", action="store_true", help="by fully_shard")
-    parser.add_argument("--steps", type=int, default=40, help="with those before a checkpoint")
-    parser.add_argument("--checkpoint", type=Path, help="a folder that all ranks can read")
+    parser.add_argument("--sharded", action="store_true", help="use fully_shard")
+    parser.add_argument("--steps", type=int, default=40, help="in all, before and after resuming")
+    parser.add_argument("--checkpoint", type=Path, help="a folder that all ranks can access")
     parser.add_argument(
-        "--fixed-statistics", action="store_true", help="no normalization by the batch of a rank"
+        "--fixed-statistics", action="store_true", help="do not normalize by a rank's own batch"
     )
     options = parser.parse_args()
     device = torch.device("cpu")

@@ -85,7 +85,7 @@ def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
 
 
 def label_lines(ax: Axes, x: float, lines: Mapping[str, tuple[float, str]]) -> None:
-    """Labels lines at their right ends, which are at x: label -> (y, color), on a log axis."""
+    """Labels lines at their right ends (x, y), on a log axis; `lines` maps labels to (y, color)."""
     bottom, top = (math.log(limit) for limit in ax.get_ylim())
     gap, below = 0.055 * (top - bottom), -math.inf
     for label, (y, color) in sorted(lines.items(), key=lambda line: line[1]):

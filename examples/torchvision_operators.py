@@ -1,7 +1,7 @@
 """Makes torchvision importable with a CPU build of torch.
 
-The package index has no torchvision for this build: its compiled operators do not load, but its
-Python code refers to two of them on import. timm and Lightning's metrics import torchvision.
+The package index has no torchvision for such a build: the compiled operators of the one it has do
+not load, but the Python code needs two of them on import. timm and Lightning's metrics import it.
 """
 
 import torch

@@ -37,7 +37,7 @@ STEPS = 100_000
 KEPT = 200
 """The number of steps between two points of a path in the picture."""
 REACHED = 0.5
-"""A path is at the front unless a front point is better by more in both losses, unscaled."""
+"""A path is at the front unless a front point is better by more in both losses without FIRST."""
 
 _LEAST = 5e-6
 
@@ -84,7 +84,7 @@ def pareto_front() -> Array:
     """Points of the front [P, 2]: for every x between the bowls, the y of a Pareto optimum."""
     x, y = np.linspace(-7, 7, 281), np.linspace(-9, -7, 2001)
     losses = losses_and_gradients(np.stack(np.meshgrid(x, y, indexing="ij"), -1))[0]
-    # The slopes of the bowls along x cancel in this weighted sum, so the front is its least y.
+    # The slopes of the bowls along x cancel in this weighted sum, so its minimum is on the front.
     weights = np.stack([(7 + x) / FIRST, 7 - x], -1)[:, None]
     return np.stack([x, y[(losses * weights).sum(-1).argmin(1)]], 1)
 

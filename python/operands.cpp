@@ -82,7 +82,7 @@ std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                        product(channels + 1, dims.end())};
 }
 
-// The indices of tensors that are None or differ in memory layout from their entry in `likes`.
+// The indices of tensors that are None or for which has_layout_of(tensor, like) is false.
 std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& likes) {
   if (tensors.size() != likes.size())
     throw std::invalid_argument("tensors must have the length of likes, " +

@@ -39,8 +39,8 @@ struct Operands {
   std::vector<std::int64_t> kernel_sizes;
   std::vector<Address> outputs;
   std::vector<const void*> gradients; // [outputs, tasks]; null for None
-  std::vector<std::size_t> unfit;     // outputs that lack an address, a supported type or a layout
-  std::vector<std::size_t> misfits;   // gradients whose memory layout differs from their output's
+  std::vector<std::size_t> unfit;     // outputs with an unusable address, type, device or layout
+  std::vector<std::size_t> misfits;   // gradients for which has_layout_of() is false
 };
 
 } // namespace cs_kernels_python

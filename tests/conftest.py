@@ -1,4 +1,4 @@
-"""Fixtures for every test: poisoned memory, seeds, the backends."""
+"""The tests' fixtures, and the hooks that mark, select and time tests."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
-"""Markers, of which every test needs one; the table of times counts a test under its first."""
+"""Every test needs one of these markers; the table of times uses the first that it has."""
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
 # Seeds and resident blocks of the emulation: one block after another, or three at a time in random
@@ -51,7 +51,7 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_group() -> Iterator[None]:
-    """Destroys a process group that a framework has created, before the next test."""
+    """Destroys a process group that a test or its framework has left."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -167,7 +167,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Fails a test without a kind marker, which some runs would silently leave out."""
+    """Fails a test without a kind marker, because some runs would silently leave it out."""
     if not any(marker.name in KINDS for marker in metafunc.definition.iter_markers()):
         name = metafunc.definition.name
         pytest.fail(f"{name} must have one of the markers {', '.join(KINDS)}", pytrace=False)

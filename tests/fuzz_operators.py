@@ -75,7 +75,7 @@ class Draw(random.Random):
         return self.laid_out(x.to(dtype or self.dtype))
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Returns the same values, often in another memory layout."""
+        """Returns `x`, often in another memory layout; layouts with overlaps change values."""
         kind = self.choice([*["same"] * 12, *"TSOMVNLE"])
         if kind == "T" and x.ndim > 1:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -116,7 +116,7 @@ class Draw(random.Random):
         return x
 
     def trunk(self) -> dict[str, Any]:
-        """The arguments of the operators on a trunk, by their names in the schemas."""
+        """Arguments of the operators on a trunk, by name; two names differ from the schemas'."""
         tasks, count = self.choice(TASKS), self.choice([0, 1, 1, 2, 3, 5])
         tasks = self.choice([0, 100, 1000]) if self.chance(0.01) else tasks
         layers, weights, dims, groups, channels = self.randint(0, count), [], [], [], []
@@ -187,7 +187,7 @@ class Draw(random.Random):
         return (given, *options.get(name, ()), *counter)
 
     def arguments(self, name: str) -> list[Any]:
-        """Returns arguments of an operator, a few of them invalid."""
+        """Returns arguments of an operator; in about a quarter of all calls, some are spoiled."""
         if name.removesuffix("_weights") in SOLVERS:
             arguments = self.solver(name.removesuffix("_weights"))
         elif name == "task_priority":
@@ -269,7 +269,7 @@ def written(name: str, arguments: Any) -> list[Tensor]:
 
 
 def overlapping(name: str, arguments: Any) -> bool:
-    """Whether a written tensor overlaps an argument that it may not overlap, or itself."""
+    """Whether a written tensor overlaps itself, or an argument that it must not overlap."""
     if name in IN_PLACE:
         updates, grads = arguments[:2]
         tasks = len(grads) // max(len(updates), 1)
@@ -297,7 +297,7 @@ def is_folded(x: Tensor) -> bool:
 
 
 def in_range(x: Tensor) -> bool:
-    """Whether products of the elements stay in the range of docs/limits.md; NaN is allowed."""
+    """Whether nonzero elements are within the limits of docs/limits.md; NaN is allowed."""
     wide = x.detach().double().abs()
     low, high = (1e-130, 1e130) if x.dtype is torch.float64 else (1e-18, 1e18)
     return not ((wide > high) | ((wide < low) & (wide > 0))).any()
@@ -418,7 +418,7 @@ def run_case(seed: int, backend: str) -> tuple[str, str]:
 
 
 def run(first: int, seconds: float, cases: int, backend: str, current: mmap.mmap) -> int:
-    """Makes calls until time is up; returns the number of failures."""
+    """Makes up to `cases` calls until time is up; returns the number of failures."""
     warnings.simplefilter("ignore")
     if backend == "cuda":
         emulate()

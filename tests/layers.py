@@ -22,10 +22,10 @@ SMALL = INTERPRETED or EMULATION is not None
 """Whether samples are smaller."""
 
 GPU_BACKENDS = "triton", "cuda"
-"""Backends with float32 sums and products within a tile, for gradients from 1e-18 to 1e18."""
+"""Backends that sum a tile's products in float32, for gradients of 1e-18 to 1e18."""
 
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
-"""Numbers of tasks for which kernels have variants, or limits between variants."""
+"""Numbers of tasks on both sides of the limits between the kernels' variants."""
 
 
 def emulate() -> None:
@@ -45,7 +45,7 @@ SOLVER_OPTIONS = {
 
 
 def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
-    """The entry of `SOLVER_OPTIONS`; for GradVac, which writes to its targets, a new tensor."""
+    """The entry of `SOLVER_OPTIONS`; GradVac gets new targets, because it writes to them."""
     if name == "gradvac":
         return torch.full_like(gramian, 0.3, dtype=torch.float64), 0.1, 1, 2
     return SOLVER_OPTIONS.get(name, ())
@@ -92,13 +92,13 @@ FORMATS = ["contiguous", "channels_last", "misaligned", "strided"]
 
 
 def laid_out(tensor: Tensor, memory: str) -> Tensor:
-    """The same values in another memory layout."""
+    """The same values in a given memory layout."""
     if memory == "channels_last":
         if tensor.ndim == 4:
             return tensor.contiguous(memory_format=torch.channels_last)
         if tensor.ndim == 5:
             return tensor.contiguous(memory_format=torch.channels_last_3d)
-        # Likewise for other numbers of dimensions: the first two are swapped in memory.
+        # Other numbers of dimensions have no such format; the first two are swapped in memory.
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if memory == "misaligned":
         storage = tensor.new_zeros(tensor.numel() + 1)

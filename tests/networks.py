@@ -28,7 +28,7 @@ GRAMIAN_METHODS = [
 
 
 class Block(nn.Module):
-    """A residual block whose normalizations are called through a Sequential and by hand."""
+    """A residual block with one normalization in a Sequential, and one that `forward` calls."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Composed(nn.Module):
 def with_gradient(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
-    """An autograd function with its own backward pass, which may hide parameters from autograd."""
+    """An autograd function from its two passes; `forward` may hide parameters from autograd."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -197,7 +197,7 @@ def projected_update(weight: Tensor, norm: nn.Module, grads: list[Tensor], kind:
 
 
 def assert_equal(first: object, second: object) -> None:
-    """Compares tensors, or lists and dictionaries of them, bit for bit."""
+    """Asserts that tensors, or lists and dictionaries of them, are equal without a tolerance."""
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -263,7 +263,7 @@ def problem(
 
 def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     parameters = [p for module in modules for p in module.parameters()]
-    # The default on a GPU, foreach, does not mix sharded and whole tensors.
+    # foreach, the default on a GPU, refuses a mix of sharded and whole tensors.
     return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 

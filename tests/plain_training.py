@@ -64,7 +64,7 @@ class PlainTraining:
         self.scaler = scaler
         self.reduction = reduction
         self.conflicts = 0
-        """The number of Phase 2 updates that a projection has changed."""
+        """How many updates in Phase 2, by layer except for PCGrad, a projection has changed."""
         unique = {p: None for of_task in self.networks.values() for p in of_task.parameters()}
         self.optimizer = optimizer(unique, **options)
 

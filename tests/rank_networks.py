@@ -49,7 +49,7 @@ def optimizer_on_ranks(
     lr: float = 0.1,
     **options: Any,
 ) -> cs.MultiTaskOptimizer:
-    """An optimizer of a trunk that all ranks replicate; works in a single process, too."""
+    """An optimizer for a trunk that all ranks replicate; works in a single process, too."""
     options = {"process_group": dist.group.WORLD, **options}
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, *heads, lr=lr), tasks, *arguments, **options)
 
@@ -62,7 +62,7 @@ def part_of_this_rank(samples: Tensor, dim: int = 0) -> Tensor:
 
 
 def conflicting_loss(y: Tensor, task: str) -> Tensor:
-    """A loss whose target differs between tasks, so their gradients are in conflict."""
+    """A loss whose target differs between tasks, so their gradients may be in conflict."""
     return (y - TASKS.index(task)).square().mean()
 
 
@@ -73,10 +73,10 @@ def whole_copies(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class Network:
-    """A trunk with fixed statistics, heads and data, and how it is distributed.
+    """Heads, data and a trunk whose statistics are fixed, and how the trunk is distributed.
 
-    The trunk has plain, grouped and transposed convolutions and linear layers, one of them without
-    a normalization.
+    The trunk has plain, grouped and transposed convolutions and linear layers. One convolution and
+    one linear layer have no normalization.
     """
 
     def __init__(self, kind: str, rank: int, size: int, *, heads_too: bool = False) -> None:
@@ -148,7 +148,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 
 
 def both_phases() -> cs.Schedule:
-    """Six steps with seed 3: four of Phase 2, two of Phase 1."""
+    """A schedule whose first six steps in epoch 1 are four of Phase 2 and two of Phase 1."""
     return cs.Mixed(2, seed=3, draw="step")
 
 
@@ -234,7 +234,7 @@ class Sent(TorchDispatchMode):
 
 
 class BrokenError(Exception):
-    """An error that only one rank raises."""
+    """The error that the tests raise."""
 
 
 class Dense(nn.Module):
@@ -247,7 +247,7 @@ class Dense(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor, task: str | None = None) -> Any:
-        """The loss of a task, or of each."""
+        """The loss of a task; without a task, a dict of all losses."""
         y = self.trunk(x)
         losses = {t: self.heads[t](y).square().mean() for t in TASKS if task in (None, t)}
         return losses if task is None else losses[task]

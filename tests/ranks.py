@@ -63,7 +63,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             answer = False, traceback.format_exc()
         gc.collect()
         if answer[0]:
-            # Destroying the group would fail a rank that still waits for a message.
+            # A rank that still waits for a message would fail if the group were destroyed.
             connection.send(answer)
             connection.recv()
         dist.destroy_process_group()
@@ -124,4 +124,4 @@ class Ranks:
 
 
 Pools = Callable[[int], Ranks]
-"""The fixture `pools`."""
+"""The type of the fixture `pools`."""

@@ -36,13 +36,13 @@ def recipe(name: str) -> Any:
 
 def stated(module: Any, which: int = 0) -> float:
     """A tolerance that the recipe's docstring states."""
-    return float(re.findall(r"\bto\s(\de-\d+)", module.__doc__)[which])
+    return float(re.findall(r"\bto\s(?:within\s)?(\de-\d+)", module.__doc__)[which])
 
 
 def assert_equal_as_stated(
     module: Any, found: nn.Module, expected: dict[str, Tensor], which: int = 0
 ) -> None:
-    """Compares to the docstring's tolerance; the numbers of batches must be equal."""
+    """Compares states with the docstring's tolerance; the numbers of batches must be equal."""
     tolerance = stated(module, which)
     state = found.state_dict()
     difference = largest_difference(state, expected)
@@ -90,7 +90,10 @@ def trained(
     steps: Steps | None = None,
     labeled: Sequence[Sequence[str] | None] = (None,),
 ) -> dict[str, Tensor]:
-    """Makes one step per phase; `labeled` has each step's tasks, or None for all."""
+    """Makes a step for each entry of `phases`; returns the state.
+
+    `labeled` has the tasks of each step, or None for all tasks, and is repeated as needed.
+    """
     steps = steps_of() if steps is None else steps
     for n, phase in enumerate(phases):
         plain.step(phase, steps[n % len(steps)], labeled[n % len(labeled)])

@@ -28,7 +28,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _alias(leaf: Any) -> Any:
-    """An alias of a tensor, which keeps its own shape."""
+    """An alias of a tensor; its shape is unchanged if the tensor is reshaped in place."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
@@ -133,7 +133,7 @@ class Recorder:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the operators that read a number on the host."""
+    """Records the operators that read a number on the host."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hashes 1,600 short trainings, to check that a refactoring keeps every bit.
+"""Hashes about 1,700 short trainings, to check that a refactoring keeps every bit.
 
     python tests/same_bits.py before.json  # Then change the code.
     python tests/same_bits.py after.json before.json
@@ -225,7 +225,7 @@ def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
 
 
 def on_a_rank(rank: int, wrap: str, chosen: list[tuple[str, ...]]) -> list[str]:
-    """Runs trainings on one of many ranks; returns their outcomes."""
+    """Runs trainings on one of several ranks; returns their outcomes."""
     return [outcome(*setting, wrap) for setting in chosen]
 
 
@@ -249,7 +249,8 @@ def main(path: str, before: str | None = None) -> None:
         expected = json.loads(Path(before).read_text())
         different = [name for name in expected | found if found.get(name) != expected.get(name)]
         print("\n".join(different[:20]))
-        sys.exit(f"{len(different)} differ" if different else "all are the same")
+        print(f"{len(different)} differ" if different else "all are the same")
+        sys.exit(bool(different))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Case:
     def trained(
         self, way: str, steps: int = 3, **options: Any
     ) -> tuple[cs.MultiTaskOptimizer, list[tuple[list[object], list[Any]]]]:
-        """Trains a copy; returns its optimizer, and the facts and numbers after each step.
+        """Trains a copy; returns its optimizer, and each step's exact and floating-point results.
 
         With the way "mixed", `step` makes step 2 and `step_together` all others.
         """

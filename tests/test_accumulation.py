@@ -64,7 +64,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
             opt.backward(losses, update=n == parts)
             if n < parts:
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
-                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1 holds a mark.
+                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1 is lent.
         assert opt.state_dict()["steps"] == 1
     assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
@@ -212,7 +212,7 @@ def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
         optimizer.zero_grad()  # Dropped on purpose.
     for _ in range(2):
         backward()
-        trunk.weight.grad[0] = torch.nan  # The loop skips all steps.
+        trunk.weight.grad[0] = torch.nan  # NaN, so the loop skips all steps.
 
 
 class Old:

@@ -38,7 +38,7 @@ for dtype in ("float32", "float64", "bfloat16", "float16"):
 print(json.dumps([_C.cpu_instruction_set, results]))
 """
 
-# Torch's normal numbers depend on the processor; these do not.
+# The numbers of torch.randn depend on the processor; those of torch.rand do not.
 _BITS = """
 import hashlib, json, torch, cs_kernels as cs
 from cs_kernels import _C
@@ -149,7 +149,7 @@ for _ in range(2):
 
 
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry point raises before it computes anything; Apple's GPUs are such devices."""
+    """What needs float64 raises before it computes anything; Apple's GPUs are such devices."""
 
     class WithoutFloat64(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -302,7 +302,7 @@ def test_flush_to_zero_is_the_callers() -> None:
 
 
 def test_memory_is_poisoned() -> None:
-    """The other tests rely on it: a result that a kernel does not write is NaN."""
+    """The other tests rely on NaN in results that a kernel does not write."""
     assert torch.empty(1000).isnan().all()
 
 

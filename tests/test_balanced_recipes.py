@@ -98,7 +98,7 @@ SEQUENTIAL = {
 
 
 def plain_transformers(folder: Path) -> tuple[PlainBalance, list[tuple[str, Tensor, Tensor]]]:
-    """The recipe's network before training, and its batches."""
+    """A plain loop with the recipe's untrained network, and the recipe's batches."""
     at_rest = {"max_steps": 1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
     trainer = recipe("balanced_transformers").train(str(folder), **SEQUENTIAL | at_rest)
 
@@ -112,7 +112,7 @@ def plain_transformers(folder: Path) -> tuple[PlainBalance, list[tuple[str, Tens
 
 
 def test_transformers(float64: None, accelerate: Any, tmp_path: Path) -> None:
-    """The Trainer divides by the number of batches in a step, and clips weighted gradients."""
+    """The Trainer divides losses by a step's number of batches, and clips weighted gradients."""
     module = recipe("balanced_transformers")
     plain, batches = plain_transformers(tmp_path)
     trainer = module.train(str(tmp_path), max_grad_norm=0.5, **SEQUENTIAL)

@@ -108,7 +108,7 @@ def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
 
 
 def test_weights_equal_the_method() -> None:
-    """The products are exact, as this trunk has fewer parameters than the sketch has bins."""
+    """Products are exact to rounding, as the trunk has fewer parameters than a sketch has bins."""
     training = Training(cs.NashMTL())
     network = training.network
     rows = []
@@ -196,7 +196,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [6, 7, 8, 11, 12][step]  # The first step's check makes three.
+        assert passes == [6, 7, 8, 11, 12][step]  # The first step's check makes three more.
 
 
 class _Inside(torch.autograd.Function):
@@ -298,11 +298,11 @@ class _Kept(torch.autograd.Function):
         return _Kept.buffer.copy_(grad)
 
 
-@pytest.mark.parametrize(("small", "most"), [(0, 64), (500, 64), (500, 3), (4096, 64)])
+@pytest.mark.parametrize(("small", "most"), [(0, 0), (500, 9999), (500, 300), (4096, 9999)])
 def test_small_gradients_are_sketched_together(monkeypatch: Any, small: int, most: int) -> None:
     """Some of the gradients are in memory that the next pass of the block overwrites."""
     monkeypatch.setattr("cs_kernels.balancing.sketches._SMALL", small)
-    monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_SMALL", most)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_COPIED", most)
     training = Training(cs.UPGrad())
     network, rows = training.network, []
     for task in TASKS:
@@ -394,7 +394,7 @@ def test_a_step_that_the_scaler_skips() -> None:
 
 
 def test_absent_tasks_and_zero_gradients() -> None:
-    """Such tasks keep their last norm and cosines; pairs never seen together are orthogonal."""
+    """Such tasks keep their last norm and cosines; pairs never seen together have cosine 0."""
     training = Training(cs.MGDA())
     training.step(0, ("a",))
     assert training.balancer.weights["b"] == 1
@@ -530,7 +530,7 @@ def test_losses_of_blocks_without_gradients_count() -> None:
 
 @pytest.mark.parametrize("hooked", ["parameter", "node"])
 def test_gradients_that_a_hook_moves(hooked: str) -> None:
-    """With optimizers in hooks or main gradients, `.grad` is None after every pass."""
+    """If a hook runs the optimizer or moves a gradient elsewhere, `.grad` is None after a pass."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     moved = torch.zeros(3, dtype=torch.float64)
 
@@ -556,8 +556,31 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
     assert balancer.report().together.all()
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_are_weighted_in_their_own_memory(kept: bool) -> None:
+    """Unless something else holds them: what a hook keeps is unchanged."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    addresses, held = [], list[Tensor]()
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    node.register_prehook(lambda grads: addresses.append(grads[0].data_ptr()))
+    if kept:
+        p.register_hook(held.append)
+    balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL())
+    for _ in range(2):
+        p.grad, weights = None, balancer.weights
+        held.clear()
+        for task, grad in (("a", _A), ("b", 9 * _B)):
+            with balancer.task(task):
+                (p * grad).sum().backward()
+        balancer.update()
+    assert weights["a"] != 1
+    torch.testing.assert_close(p.grad, weights["a"] * _A + weights["b"] * 9 * _B)
+    assert (p.grad.data_ptr() == addresses[-2]) != kept
+    assert all(map(torch.equal, held, [_A, 9 * _B]))
+
+
 def test_weights_stay_in_a_step_without_gradients() -> None:
-    """Weights stay even if the method would give other weights for zero gradients."""
+    """Weights are unchanged, even if the method would give others for zero gradients."""
     step = {"a": 300 * _A, "b": _B}
     method = cs.Clipped(cs.Sum(), 1.0)
     expected = _steps_of(method, step).weights
@@ -614,7 +637,7 @@ def test_frozen_thawed_and_converted_parameters() -> None:
 
 
 def _plain_grads_of_training(training: Training, step: int) -> list[Tensor]:
-    """Like `_plain_grads`, for networks with frozen parameters."""
+    """Like `_plain_grads`, but networks may have frozen parameters."""
     shadow = copy.deepcopy(training.network)
     sums = []
     for task in TASKS:
@@ -664,7 +687,7 @@ def test_passes_outside_of_any_task() -> None:
 
 
 class Cached(nn.Module):
-    """A trunk with reentrant checkpointing: its gradients arrive in an inner pass."""
+    """A trunk with reentrant checkpointing, whose gradients arrive in an inner pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -677,7 +700,7 @@ class Cached(nn.Module):
 
 
 class Tied(nn.Module):
-    """A weight that is used twice."""
+    """A trunk that uses a layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -882,7 +905,7 @@ def test_misuse() -> None:
     state = balancer.state_dict()
     changes: list[tuple[Mapping[str, Any], str]] = [
         ({"tasks": ("a", "b")}, r"tasks \['a', 'b', 'c'\], got \['a', 'b'\]"),
-        ({"method": {"name": "PCGrad", "state": {}}}, "of method UPGrad, got PCGrad"),
+        ({"method": {"name": "PCGrad", "state": {}}}, "for method UPGrad, got one for PCGrad"),
         ({"steps": -1}, "steps must lie in"),
         ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)|finite weights"),
         ({"products": {**state["products"], "gramian": torch.ones(2)}}, r"shape \(1, 3, 3\)"),
@@ -925,7 +948,7 @@ def test_a_report_states_its_errors() -> None:
 
 
 def test_a_report_of_modules_with_one_that_counts() -> None:
-    """The errors of all modules together are those of the only one with gradients."""
+    """The errors of all modules together are those of the only one with nonzero gradients."""
     torch.manual_seed(0)
     p, q = (nn.Parameter(torch.randn(5000)) for _ in "12")
     named = [("one.weight", p), ("other.weight", q)]

@@ -1,4 +1,4 @@
-"""GradientBalancer: many ranks against one process, and the communication of its steps."""
+"""GradientBalancer: several ranks against one process, and the communication of its steps."""
 
 import contextlib
 
@@ -18,9 +18,9 @@ _STEPS = 4
 
 
 def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]:
-    """Trains; returns parameters, weights, products, and the elements that each step sends.
+    """Trains; returns the state, weights, products, and how many elements each step sends.
 
-    Task "c" is absent on the first rank in one step, and on all ranks in another.
+    Task "c" is absent in step 1.
     """
     torch.manual_seed(1)
     trunk = nn.Sequential(nn.Linear(6, 41), nn.Tanh(), nn.Linear(41, 30))

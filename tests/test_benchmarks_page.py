@@ -55,7 +55,7 @@ def _rows(name: str) -> list[list[list[float | None]]]:
 
 
 def _panels(name: str) -> list[torch.Tensor]:
-    """By panel of a picture, the positions of its colored markers: float64 [2, markers]."""
+    """For each panel, the positions of its colored markers: float64 [2, markers]."""
     picture = (ROOT / "bench" / "results" / f"{name}.svg").read_text().partition('id="legend_1"')[0]
     colors = "|".join(style.LIBRARIES.values())
     marker = (
@@ -77,7 +77,7 @@ def _assert_linear(drawn_at: torch.Tensor, values: torch.Tensor) -> None:
 @pytest.mark.parametrize("look", ["", "-dark"])
 @pytest.mark.parametrize("name", ["front", "methods", "phase2"])
 def test_pictures_show_the_records(name: str, look: str) -> None:
-    """A marker's x follows the logarithm of its value, and its y is its row's."""
+    """A marker's x is linear in the logarithm of its value, its y in the number of its row."""
     for drawn_at, rows in zip(_panels(f"{name}{look}"), _rows(name), strict=True):
         values, numbers = torch.tensor(
             [

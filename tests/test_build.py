@@ -234,7 +234,7 @@ def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
 def test_a_build_without_a_compiler(
     tmp_path: Path, variables: dict[str, str], status: int, says: str
 ) -> None:
-    """The package is pure torch, or the build fails with one sentence after the compiler's."""
+    """The package is pure torch, or the build fails with a sentence after CMake's output."""
     done = _build_of(tmp_path, **variables)
     assert done.returncode == status, done.stderr
     assert says in done.stdout + done.stderr

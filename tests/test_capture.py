@@ -305,7 +305,7 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 from Nash"),
         (partial(_capture, method=Counting()), r"state in place, but Counting\(\) has a state"),
         (partial(_capture, weighting=StateOfRamp()), "state in place, but .*StateOfRamp"),
-        (partial(_capture, scaler=SCALER), "optimizers must have fused=True .*got SGD without"),
+        (partial(_capture, scaler=SCALER), "optimizer must have fused=True .*got SGD without"),
         (partial(_capture, closure=None), "closure must be a function"),
         (partial(_capture, tasks=["c"]), "tasks must be among .*got 'c'"),
         (partial(_capture, warmup=0), "warmup must be at least 1, got 0"),
@@ -324,7 +324,7 @@ def test_replays_that_would_be_wrong_are_refused(
 
 
 class Counted(torch.optim.SGD):
-    """Counts its steps on the host."""
+    """Stores the number of a step on the host."""
 
     def step(self, closure: None = None) -> None:
         super().step()

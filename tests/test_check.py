@@ -86,7 +86,7 @@ def test_a_host_synchronization_is_wrong(pair: tuple[str, str]) -> None:
 
 def test_the_kernels_of_this_machine(pair: tuple[str, str]) -> None:
     if pair == ("cpu", "cpu") or SMALL:
-        pytest.skip("the command's test does so; an interpreter takes minutes")
+        pytest.skip("test_the_command checks the CPU; an interpreter takes minutes")
     results = examine(pair, "none", cases.names(pair[1]))
     assert not record.failures(results), record.table(results)
     assert {*backends.OPERATORS, *cases.STEPS} <= {r.check for r in results}

@@ -149,11 +149,11 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
     for bad, message in (
         ([], "state must have"),
         ({k: v for k, v in good.items() if k != "method"}, r"state must have.*'method'"),
-        ({**good, "method": ("PCGrad", {})}, "of method NashMTL, got PCGrad"),
-        ({**good, "weighting": equal}, "of weighting DynamicWeightAverage, got EqualWeights"),
-        ({**good, "tasks": 5}, "state must be of tasks .*, got 5"),
-        ({**good, "tasks": ["a"]}, r"of tasks \['a', 'b'\], got \['a'\]"),
-        ({**good, "tasks": ["b", "a"]}, r"of tasks \['a', 'b'\], got \['b', 'a'\]"),
+        ({**good, "method": ("PCGrad", {})}, "for method NashMTL, got one for PCGrad"),
+        ({**good, "weighting": equal}, "for weighting DynamicWeightAverage, got one for Equal"),
+        ({**good, "tasks": 5}, "state must have tasks .*, got 5"),
+        ({**good, "tasks": ["a"]}, r"have tasks \['a', 'b'\], got \['a'\]"),
+        ({**good, "tasks": ["b", "a"]}, r"have tasks \['a', 'b'\], got \['b', 'a'\]"),
         (
             {**good, "kept": ({"number": 4},)},
             r"a complete state_dict .*KeyError\('tasks'",
@@ -191,7 +191,7 @@ def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
 
 
 def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:
-    """Simulates a checkpoint on another device than the losses."""
+    """Simulates a checkpoint on a device other than that of the losses."""
     weighting = cs.DynamicWeightAverage()
     weighting.start_epoch(0)
     weighting.observe(cs.Step(losses={"a": torch.tensor(1.0)}))

@@ -99,7 +99,7 @@ def test_reports_have_norms_from_before_clipping() -> None:
 
 
 def test_by_layer_each_module_is_clipped() -> None:
-    """Modules are clipped in `step`, and with task-specific normalization in `step_together`."""
+    """`step` and `step_together` clip alike, here with task-specific normalization."""
     limit = 0.05
 
     def trained(together: bool) -> tuple[Tensor, nn.Module, list[Tensor]]:
@@ -186,7 +186,7 @@ def test_methods_without_a_gramian(method: object) -> None:
 def test_a_checkpoint_of_another_method_is_refused() -> None:
     one, other = Problem(), Problem()
     state = one.opt(cs.Clipped(cs.GradVac(), 1.0)).state_dict()
-    with pytest.raises(ValueError, match="state must be of method PCGrad, got GradVac"):
+    with pytest.raises(ValueError, match="state must be for method PCGrad, got one for GradVac"):
         other.opt(cs.Clipped(cs.PCGrad(), 1.0)).load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""Gramian, weighted sum and sign dropping against the float64 oracle."""
+"""The Gramian, the weighted sum and sign dropping, against precise results or the reference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -388,7 +388,7 @@ def test_nearly_parallel_gradients(backend: str, dtype: torch.dtype) -> None:
     gramian = _ops.gramian(rows, [0], 1, 4)[0]
     exact = torch.stack(rows).double()
     step = cs.Step(tasks=tuple("abcd"))
-    rounded = dtype is torch.bfloat16 or backend in ("cuda", "triton")  # A block's products.
+    rounded = dtype is torch.bfloat16 or backend in ("cuda", "triton")  # Blocks sum in float32.
     loose = {"AlignedMTL": 1e-3, "IMTLG": 1e-4, "ConFIG": 1e-6} if rounded else {}
     others = "PCGrad", "CAGrad", "UPGrad", "MGDA", "NashMTL", "FairGrad"
     for name in ("AlignedMTL", "IMTLG", "ConFIG", *others):

@@ -64,7 +64,7 @@ def test_the_update_of_a_plain_loop(backend: str, method: cs.GramianMethod) -> N
 
 
 def test_sums_keep_imaginary_parts() -> None:
-    """For ConnectionStrength, and the plain sum in one backward pass and in one pass per task."""
+    """ConnectionStrength, Sum in one pass and Sum with a pass per task give the same update."""
     found = []
     for method in (cs.ConnectionStrength(), cs.Sum(), cs.Sum(separate=True)):
         network = nn.Sequential(Spectral(), nn.Linear(8, 4).double(), nn.BatchNorm1d(4).double())
@@ -90,7 +90,7 @@ def test_refusals_name_the_parameter() -> None:
     network = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3))
     network[0].weight = nn.Parameter(torch.zeros(3, 2, 1, dtype=torch.complex64))
     cs.nn.convert_task_batchnorm(network, AB)
-    match = r"with real output channels, got '0' with a torch\.complex"
+    match = r"with a real-valued weight .*, got '0' with a torch\.complex"
     with pytest.raises(ValueError, match=match):
         optimizer_of(network, layers={"0": "1"})
 

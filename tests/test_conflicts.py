@@ -156,7 +156,7 @@ def test_one_forward_pass_and_micro_batches() -> None:
     model, _, x, targets = problem(tasks=TASKS)
     opt = optimizer_of(model, cs.PCGrad(), tasks=TASKS)
     opt.count_conflicts(0.2)
-    # Nothing reaches "unused": it may still be shared.
+    # Nothing has reached "unused" yet, so it may still be shared.
     named = model.named_parameters()
     plain = Plain({name: p for name, p in named if not name.startswith("heads")}, 0.2)
     for number in range(4):
@@ -180,7 +180,7 @@ def test_one_forward_pass_and_micro_batches() -> None:
 
 
 def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
-    """A trunk for two tasks, in which the biases' gradients equal the losses' factors."""
+    """A trunk for two tasks; the biases' gradients are proportional to the losses' factors."""
     trunk = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
     opt = optimizer_of(trunk, cs.PCGrad(), lr=0.0)
     opt.count_conflicts(threshold)
@@ -189,7 +189,7 @@ def opposed(layers: int, threshold: float) -> tuple[nn.Module, cs.MultiTaskOptim
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
 def test_zero_gradients(threshold: float) -> None:
-    """The cosine of a zero gradient is 0, which is a conflict only below a positive threshold."""
+    """The cosine of a zero gradient is 0, a conflict only if the threshold is positive."""
     trunk, opt = opposed(2, threshold)
     trunk[1].requires_grad_(False)
     opt.step(lambda task: trunk(torch.zeros(2, 1)).mean() * (1 if task == "a" else -1))

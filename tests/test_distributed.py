@@ -1,4 +1,4 @@
-"""Many ranks: they agree bit for bit, and match one process with the whole batch."""
+"""Several ranks agree bit for bit, and match one process with the whole batch."""
 
 import copy
 import gc
@@ -250,7 +250,7 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2, alone={})
 def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tensor]:
-    """The first pass reveals the wrapper, even inside `no_sync`, which later resets its flag."""
+    """The first pass reveals the wrapper even in `no_sync`, whose end resets the wrapper's flag."""
     network: Any = (plain := Dense())
     if dist.is_initialized():
         plain.unused = plain.unused if not no_sync else nn.Identity()

@@ -207,7 +207,7 @@ def test_statistics_of_heads(rank: int) -> list[Tensor]:
 
 @on_ranks(3)
 def test_statistics_are_averaged(rank: int) -> list[Any]:
-    """Phase 1 averages them, too, so all ranks predict alike and save the same checkpoint."""
+    """Phase 1 averages statistics, too, so ranks predict alike and save the same checkpoint."""
     network = Network("replicated", rank, 3)
     network.trunk.train()
     opt, found = network.start_phases("ConnectionStrength"), []

@@ -44,7 +44,7 @@ def _error_of_rank_1(rank: int, text: str) -> AbstractContextManager[Any]:
 
 
 def _with_a_failing_rank(rank: int, size: int, method: str) -> list[list[Tensor]]:
-    """Rank 1 fails in the second task of a step: all ranks raise, and nothing has changed."""
+    """Rank 1 fails in the second task of a step; all ranks raise, and Phase 2 changes nothing."""
     network = Network("replicated", rank, size)
     network.trunk.train()
     opt = network.start_phases(method)
@@ -277,7 +277,7 @@ def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
 
 
 class Own(cs.Joint):
-    """A schedule without a representation."""
+    """A schedule without a representation of its own."""
 
     __repr__ = object.__repr__
 
@@ -315,7 +315,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     "no task": lambda network: None,
     "weights": lambda network: network.opt._engine.kept.forget(),
 }
-"""The differences on rank 1."""
+"""What a test changes on rank 1."""
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_ranks_that_disagree_raise(rank: int, change: str | dict[str, Any], mess
     ("change", "message"),
     [
         ("parameters", "trunk.3.bias of rank 1 differs from that of rank 0.*same seed"),
-        ("epoch", "epoch, by start_epoch: rank 0 has 1, rank 1 has 0"),
+        ("epoch", r"epoch \(set by start_epoch\): rank 0 has 1, rank 1 has 0"),
         ("group", "parameters in the optimizer: rank 0 has 49, rank 1 has 50"),
         ("frozen", r"a gradient: rank 0 has \('3.weight', True, .*, rank 1 has \(.*False"),
         ("rate", r"options of the optimizer: rank 0 has \(0, 'lr', 0.05\), rank 1 has .* 0.01\)"),
@@ -376,7 +376,7 @@ def test_ranks_that_differ_in_a_step_raise(rank: int, change: str, message: str)
 
 @on_ranks(3)
 def test_ranks_with_other_groups_raise(rank: int) -> None:
-    """Otherwise torch would wait for a group that the third rank does not know."""
+    """Otherwise torch would wait for a group that rank 1 does not know."""
     trunk = nn.Linear(3, 3)
     if rank != 1:
         dist.new_group([0, 2])

@@ -62,7 +62,7 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:
-    """Compares runs, each with another seed and number of resident blocks."""
+    """Compares runs with different seeds and numbers of resident blocks."""
     results = []
     for seed, blocks in enumerate(resident):
         cuda._kernels.order(seed, blocks)
@@ -124,7 +124,7 @@ def test_rows_of_every_kind(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """Lanes get different numbers of vectors; here, float32 overflows after a few squares."""
+    """Lanes get different numbers of vectors; float32 overflows after a few hundred squares."""
     monkeypatch.setattr(phase2_plan, "MOST_SUM_ITEMS", 2)
     phase2._plan.cache_clear()
     shapes = [(40, 3000), (70, 1001), (9, 40, 8, 2)]

@@ -135,7 +135,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "optimizer must hold every parameter of trunk": _optimizer_before_the_conversion,
     "no active task": lambda: Loop().trunk(torch.ones(8, 3)),
     "closure must return a tensor": lambda: Loop().opt.step(print),
-    "closure must return a real scalar": lambda: (o := Loop()).opt.step(
+    "closure must return a floating-point scalar": lambda: (o := Loop()).opt.step(
         lambda task: o.loss(task).expand(2)
     ),
     "closure must return a loss with a graph": lambda: (o := Loop()).opt.step(
@@ -164,7 +164,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
 """The mistake that raises a quoted message, by the message's first words."""
 
 OF_RANKS = "process_group= is missing", "rank {rank} "
-"""The first words of messages that only occur on many ranks."""
+"""The first words of messages that occur only with more than one rank."""
 
 
 def _quoted_messages() -> list[str]:

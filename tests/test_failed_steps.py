@@ -188,7 +188,7 @@ def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
     assert all(p.grad is None for p in setup.parameters())
     said = f"in Phase 1, the updates of {TASKS[:2]} have been made"
     assert caught.value.__notes__ == [said]
-    # A mistake in the first task's pass, or one that needs no pass, comes before any update.
+    # A mistake in the first task's pass, or one that shows without a pass, prevents all updates.
     for call in (
         lambda: opt.step(lambda task: setup.closure(0)(task).detach()),
         lambda: opt.step([setup.closure(0), None]),

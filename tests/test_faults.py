@@ -95,7 +95,7 @@ class Run:
         self.opt.backward({task: self.loss(task) for task in AB})
 
     def backward_twice(self) -> None:
-        # Both forward passes come first: the package cannot see the loop fail between the calls.
+        # Both forward passes come first, since the package cannot see a failure between the calls.
         first, second = ({task: self.loss(task) for task in AB} for _ in range(2))
         self.opt.backward(first, update=False)
         self.opt.backward(second)

@@ -37,7 +37,7 @@ Call = tuple[cs.MultiTaskOptimizer, Losses, Any]
 
 
 def scales() -> nn.Module:
-    """Two features: one per token, one per sequence."""
+    """Two features: of the first token of each sequence, and of all tokens."""
 
     def run(trunk: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         x = trunk.norm(trunk.embed(x)).tanh()
@@ -145,7 +145,7 @@ def assert_definition(
     factor: float = 1.0,
     rtol: float = 1e-10,
 ) -> None:
-    """Calls `backward`; `.grad` equals the definition times a factor, and shares no memory."""
+    """Asserts that `backward` gives the definition times a factor; gradients share no memory."""
     many = [features] if isinstance(features, Tensor) else features
     expected, gramian = definition(opt, losses, many)
     opt.backward(unweighted or losses, features=features)
@@ -361,7 +361,7 @@ def test_every_hook_runs_once(method: cs.Method) -> None:
 
 
 def test_memory_holds_gradients_of_features_alone() -> None:
-    """No shared parameter has a gradient during heads' passes; afterwards, no row remains."""
+    """No shared parameter has a gradient before the update; afterwards, no row remains."""
     network, kept = Network("residual"), list[weakref.ref[Tensor]]()
     opt = network.start(cs.MGDA())
     combine = opt.method.combine
@@ -402,7 +402,7 @@ def test_graphs_are_freed_and_features_keep_no_gradient(retains: bool) -> None:
 
 
 def _tokens(change: Callable[[Tensor], object]) -> Callable[[Network], Any]:
-    """Features other than the one that the loss depends on."""
+    """Features that `change` makes from the one that the loss depends on."""
 
     def call(network: Network) -> tuple[Losses, object]:
         _, z = network.features()
@@ -429,7 +429,7 @@ def _hidden(network: Network) -> tuple[Losses, Tensor]:
 
 
 def _behind(network: Network) -> tuple[Losses, Tensor]:
-    """A trunk layer behind the features, whose gradients would only be summed."""
+    """The gradients of a trunk layer behind the features would only be summed."""
     y = network.trunk.embed(network.x)
     z = network.trunk.tokens(y)
     return {"a": z.square().mean(), "b": z.mean()}, y
@@ -455,13 +455,13 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     r"features must be a tensor.*got NoneType as features\[1\]": _tokens(lambda z: [z, None]),
     r"part of a graph, but features\[0\], of shape \(4,.*has no": _tokens(lambda z: z.detach()),
     r"\[0\], of shape .*, is a leaf": _tokens(lambda z: z.detach().requires_grad_()),
-    r"real numbers, but .*complex128": _tokens(lambda z: z.to(torch.complex128)),
+    r"floating-point .*complex128": _tokens(lambda z: z.to(torch.complex128)),
     r"different tensors, but features\[0\].*features\[1\]": _tokens(lambda z: [z, z]),
     r"features\[1\] depends on features\[0\]": _tokens(lambda z: [z, z.relu()]),
     r"features\[0\] depends on features\[1\]": _tokens(lambda z: [z.tanh().exp(), z]),
     r"features\[0\] depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
     "a loss must depend on features, but the loss of 'c'": _tokens(lambda z: z.tanh()),
-    # A skip connection, a tied weight, a layer's second use, another forward pass.
+    # A skip connection, a tied weight, a layer's second use, the trunk's input.
     ALONE + "'b' also depends on trunk.embed.(weight|bias)": _past(
         lambda n: n.trunk.embed(n.x).mean()
     ),

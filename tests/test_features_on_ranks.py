@@ -1,4 +1,4 @@
-"""`backward(losses, features=z)` on many ranks, each with the features of its own samples."""
+"""`backward(losses, features=z)` on several ranks, each with the features of its own samples."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "Sum": cs.Sum,
 }
 SIZES = {2: (7, 5), 3: (5, 4, 3), 4: (3, 4, 2, 3)}
-"""The samples of each rank."""
+"""Each rank's number of samples, by the number of ranks."""
 
 
 class Trunk(nn.Module):
@@ -89,7 +89,7 @@ class Whole(nn.Module):
 
 
 class Network:
-    """A network distributed over ranks: the trunk alone, or with its heads ("whole")."""
+    """A network on ranks; `kind` says how the trunk and, if named, its heads are distributed."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ def test_an_update_in_float64_equals_the_whole_batchs(rank: int, kind: str) -> l
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2)
 def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
-    """A step also sends K x K products, heads' gradients, and 2 K + 2 numbers after each pass."""
+    """A step also sends K x K products, the heads' gradients, and twice 2 K + 2 numbers."""
     network = Network(kind, rank, 2, cs.PCGrad())
     for step in range(2):
         network.backward(step)
@@ -327,7 +327,7 @@ RESETS = pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cann
 @pytest.mark.parametrize("where", ["heads.normals.1", "trunk.stem"])
 @on_ranks(2)
 def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
-    """The pass fails on one replica or all shards; in the trunk, after buckets were sent."""
+    """The pass fails on one replica or all shards; if in the trunk, after buckets were sent."""
     network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
     error, message = RankError, r"^rank 1 failed in step \d: BrokenError: in a hook"
     if fails := rank == 1 or kind != "replicated":
@@ -386,7 +386,7 @@ def test_features_that_differ_between_ranks(rank: int, given: str, message: str)
 @on_ranks(2)
 def test_unsupported_with_features_on_ranks(rank: int, kind: str) -> None:
     network = Network(kind, rank, 2, cs.GradDrop())
-    with refused(network.state, ValueError, r"method must not draw .*many ranks.*GradDrop\("):
+    with refused(network.state, ValueError, r"method must not draw .*several ranks.*GradDrop\("):
         network.backward(0)
     if kind == "fully_shard":
         network = Network(kind, rank, 2, cs.PCGrad())

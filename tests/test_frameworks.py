@@ -141,7 +141,7 @@ def test_a_layer_that_first_runs_in_a_graph():
 
 @pytest.mark.compile
 def test_a_layer_that_runs_in_evaluation_only():
-    """The layer's first run neither ends the compiled steps nor enters the report."""
+    """The layer's first run neither ends the compiled steps nor enters the coverage."""
     torch._dynamo.reset()
     runs: list[int] = []
     trunk = cs.nn.convert_task_batchnorm(Growing(), AB)
@@ -171,7 +171,7 @@ def test_extract_from_a_compiled_trunk():
 @BOTH_PHASES
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_several_optimizers(schedule, scale):
-    """One optimizer per head; for a task without a loss, the optimizer has nothing to update."""
+    """The trunk and each head have an optimizer; a head's may have nothing to update."""
     setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale > 1 else None
@@ -316,7 +316,7 @@ def test_accelerate_must_not_accumulate_around_a_step(accelerate):
 
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_in_the_buckets_of_ddp(group, views):
-    """One process; with `gradient_as_bucket_view`, a pass overwrites the last one's gradients."""
+    """One process; with `gradient_as_bucket_view`, each pass overwrites earlier gradients."""
     networks, x = [], torch.randn(7, 5)
     for wrapped in (False, True):
         model, sgd = _dense()

@@ -136,7 +136,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     capture(False)
     assert device.host_buffer(10, GPU) is not device.host_buffer(10, GPU)
     memory = pinned[0]
-    assert len(pinned) == 3  # A reserve of a megabyte, and one buffer per step.
+    assert len(pinned) == 3  # A reserve of a megabyte, and one buffer per call.
     capture(True)
     with device.captured_tables() as captured:
         buffers = [device.host_buffer(10 + n, GPU) for n in range(20)]

@@ -68,7 +68,7 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
 def test_owners_of_parameters(
     method: type[cs.Method], steps: list[tuple[list[str], bool, dict[str, str]]], way: str
 ) -> None:
-    """Owners appear in the report and in checkpoints."""
+    """Owners appear in the coverage and in checkpoints."""
     model, loss, opt = started_problem(method())
     for tasks, crosses, own in steps:
         WAYS[way](
@@ -104,7 +104,7 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
-    """A head belongs to the task that uses it; a parameter without a user keeps None."""
+    """A head belongs to the task that uses it; a parameter that no task uses gets no gradient."""
     layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
     norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 
@@ -122,7 +122,7 @@ def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
 
 
 def _cast_in_between(setup: Setup) -> None:
-    """Casting a module casts `.grad` in place, which is the buffer of the next update."""
+    """Casting a module casts `.grad`, the buffer of the next update, in place."""
     setup.trunk.double()
     setup.optimizer.zero_grad()
     setup.trunk.float()

@@ -197,7 +197,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
     "features": (Given(*THREE), "ffff", "0003"),
     "features by layer": (Given(*THREE, groups="layer"), "ffff", "0003"),
     "features in turn": (cs.UPGrad("all", 9), "ff..ff", "002244"),
-    # With a zero gradient in a step that solves, MGDA would train only this task.
+    # If a task's gradient were zero in a step that solves, MGDA would train only this task.
     "zero": (cs.MGDA(update_every=3), "0..00.", "011145"),
     "zero by layer": (cs.MGDA(groups="layer", update_every=3), "0..00.", "011145"),
     "a NaN solution": (Given((math.nan, 1.0, 1.0), (1.0, 1.0, 1.0)), "....", "0111"),
@@ -250,7 +250,7 @@ reentrant = partial(checkpoint, use_reentrant=True)
 
 
 def _nonlinear(m: Any, z: Tensor, task: str) -> Tensor:
-    """Hooks and functions of one task may be nonlinear: they must see this task's own gradient."""
+    """Hooks and functions of one task may be nonlinear, so they must see only its gradient."""
     z = z * 1.0
     if task == "a":
         z.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -270,7 +270,7 @@ class Case(NamedTuple):
     """Whether a single backward pass is correct in a step that does not solve."""
     since: str = "00033"
     shared_from: int = 9
-    """The step from which the adapter of "a" also belongs to another task."""
+    """The step from which the adapter of "a" counts as shared."""
 
 
 def _behind_adapters(m: Any, z: Tensor, task: str) -> Tensor:
@@ -299,7 +299,7 @@ CASES = {
     "learned": Case(losses=lambda m, x: {t: x[t] * (-w).exp() + w for t, w in m.learned.items()}),
     "layer behind adapters": Case(head=_behind_adapters),
     "own adapters": OWN._replace(head=_behind_adapters),
-    # A newly reached parameter gets the plain sum once; the next step solves for weights.
+    # A step solves if parameters were unfrozen, and after a step that reaches new ones.
     "adapters unfrozen": OWN._replace(
         trunk=lambda m, z: (m.between.requires_grad_(m.number > 0), m.trunk["two"](z))[1],
         head=_behind_adapters,
@@ -616,7 +616,7 @@ def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -
 
 
 def test_a_resumed_run_learns_nothing_in_steps_with_kept_weights() -> None:
-    """Graphs are checked at other steps, where a task may reach more than before."""
+    """A resumed run checks graphs in other steps, where a task may reach more than before."""
     states = []
     for at in (None, 1):
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ def test_a_forgotten_head(method: cs.Method, schedule: cs.Schedule) -> None:
     before = setup.state()
     for call in (opt.step, opt.trace):
         with pytest.raises(
-            ValueError, match=r"optimizer must hold.*'edges'.*Conv2d\.(weight|bias)"
+            ValueError, match=r"optimizer must hold.*Conv2d\.(weight|bias).*'edges'"
         ):
             call(setup.closure(0))
         if not isinstance(schedule, cs.Sequential):
@@ -76,7 +76,7 @@ def test_a_head_that_the_optimizer_does_not_hold_in_backward(before: int) -> Non
             held.step()
 
     train(before, frozen=True)
-    with pytest.raises(ValueError, match=r"optimizer must hold.*'b' depends on.*(\(1, 6\)|\(1,\))"):
+    with pytest.raises(ValueError, match=r"optimizer must hold.*(\(1, 6\)|\(1,\)).*loss of 'b'"):
         train(40 * before + 1, frozen=False)
     assert all(p.grad is None for group in held.param_groups for p in group["params"])
 

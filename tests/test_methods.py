@@ -46,7 +46,7 @@ EVERY = {
 
 
 class Plain:
-    """A trunk without normalization, heads and data: one forward pass serves all tasks."""
+    """Heads, data and a trunk without normalization, so one forward pass serves all tasks."""
 
     def __init__(self, method: cs.Method, tasks: list[str] = TASKS, **options: Any) -> None:
         self.model, self.loss, self.x, self.targets = problem(tasks=TASKS)
@@ -111,7 +111,7 @@ def test_graddrop_in_the_loop(backend: str) -> None:
 @pytest.mark.parametrize("tasks", [TASKS, ["depth", "edges"]], ids=len)
 @pytest.mark.parametrize("name", EVERY)
 def test_one_forward_pass_for_some_tasks(name: str, tasks: list[str]) -> None:
-    """`backward` equals `step` of an optimizer with only these tasks."""
+    """`backward` with some tasks matches `step` of an optimizer with only these tasks."""
     leaks = {"depth": 0.1, "normals": 0.9, "edges": 0.2}
     method = cs.GradDrop([leaks[t] for t in tasks], seed=4) if name == "GradDrop" else EVERY[name]()
     first, second = Plain(EVERY[name]()), Plain(method, tasks)
@@ -182,7 +182,7 @@ def test_resumed_run_is_bit_equal(name: str, schedule: cs.Schedule) -> None:
     [
         (lambda loss: {}, ValueError, "losses must hold the loss of at least one task"),
         (lambda loss: {"flow": loss}, ValueError, "tasks must be among .*got 'flow'"),
-        (lambda loss: {"depth": loss.expand(2)}, ValueError, "losses must hold a real scalar"),
+        (lambda loss: {"depth": loss.expand(2)}, ValueError, "must hold a floating-point scalar"),
         (lambda loss: {"depth": loss.detach()}, ValueError, "losses must hold a loss with a graph"),
         (lambda loss: {"depth": 1.0}, TypeError, "losses must hold a tensor, got float"),
     ],
@@ -289,7 +289,7 @@ def test_methods_with_mistakes(
 
 
 def test_a_method_that_writes_grad_itself() -> None:
-    """Without `assign`, no row stays for the next step."""
+    """Without `assign`, no row is kept for the next step."""
 
     def combine(self: cs.Method, gradients: cs.TaskGradients, *_: object) -> None:
         for i in gradients.reached():

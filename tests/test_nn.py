@@ -192,7 +192,7 @@ LOADER = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
 
 
 def test_update_bn() -> None:
-    """The task's statistics equal torch's for its extracted network; other tasks' stay."""
+    """The task's statistics equal torch's for its extracted network; other tasks' do not change."""
     trunk = _converted()
     trunk[2].eval()
     plain = cs.nn.extract_task(trunk, "depth")
@@ -208,7 +208,7 @@ def test_update_bn() -> None:
 
 
 def test_update_bn_leaves_frozen_normalizations_alone() -> None:
-    """Plain and task-specific normalizations can be frozen; a trunk in evaluation mode is not."""
+    """Eval mode freezes normalizations; if the whole trunk is in eval mode, only plain ones."""
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3).eval()]
     trunk = nn.Sequential(*layers, cs.nn.TaskBatchNorm1d(3, TASKS), nn.BatchNorm1d(3).eval())
     trunk.append(cs.nn.TaskBatchNorm1d(3, TASKS).eval())
@@ -230,7 +230,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     trunk.train()
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
-    with refused(trunk.state_dict, ValueError, "batch normalization of task 'depth' in train mode"):
+    with refused(trunk.state_dict, ValueError, "normalization for task 'depth' in train mode"):
         changed()
 
 

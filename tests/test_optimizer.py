@@ -80,7 +80,7 @@ def test_mixed_equals_an_independent_step(backend: str, method: cs.Method) -> No
 @BOTH_PHASES
 @pytest.mark.parametrize("method", [cs.Sum, cs.ConnectionStrength])
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
-    """Other tasks' statistics stay; neither momentum nor weight decay moves their parameters."""
+    """Other tasks' statistics and parameters do not change, even by momentum or weight decay."""
     setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     opt = setup.start(method(), schedule)
     opt.step(setup.closure(0))

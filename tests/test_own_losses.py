@@ -1,4 +1,4 @@
-"""A user's own gradients and losses are used, or refused with a reason; never dropped."""
+"""A user's own gradients and losses are used or refused with a reason, but never dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -249,7 +249,7 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         (_backward(_without_labels), "no labels for the task, leave it out"),
         (_backward(_only_read), r"freeze them with requires_grad_\(False\) if this loss only"),
         (_exchanged, r"trunk must keep the parameters .* build a new MultiTask"),
-        (_sparse, r"use sparse=False, or Sum\(\), or backward\(losses, features=z"),
+        (_sparse, r"use sparse=False, .*Sum\(\) or backward\(losses, features=z"),
         (
             lambda: built(nn.Linear(5, 6).requires_grad_(False), sgd_of(nn.Linear(6, 1))),
             "unfreeze some, or train the heads",

@@ -143,7 +143,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_tests_are_skipped_without_frameworks_alone() -> None:
-    """Only packages that CI installs may cause a skip; other tests would never run."""
+    """Only packages that CI installs may cause skips; other skipped tests would never run."""
     project = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^frameworks = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     assert extra is not None

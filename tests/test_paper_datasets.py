@@ -1,4 +1,4 @@
-"""The paper's data sets: targets against hand values, augmentation, errors, and the small data.
+"""The paper's data sets: hand-computed targets, augmentation, errors, and the small data.
 
 The tests write the folders in the published layouts, so that `paper.small` and `paper.datasets`
 cannot agree on a wrong layout.
@@ -83,7 +83,7 @@ def row(n, columns=slice(None)):
 
 
 def write_cityscapes(root, split, index, picture=None):
-    """By default, pictures get brighter from left to right, and depth identifies each pixel."""
+    """Pictures get brighter from left to right, and depth identifies each pixel."""
     picture = np.tile(np.arange(6, dtype="f4") / 10, (6, 1))[..., None].repeat(3, 2)
     depth = np.where(ORDINALS == 36, 0, ORDINALS / 100).astype("f4")[..., None]
     arrays = {"image": picture, "label_7": ORDINALS % 8 - 1.0, "depth": depth}
@@ -93,7 +93,7 @@ def write_cityscapes(root, split, index, picture=None):
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    """Data sets: NYUD's n1 and n2 are equal; PASCAL's p1 has a person, p2 another class file."""
+    """Data sets: NYUD's n1 and n2 are equal; in PASCAL, only p1 has a person and VOC12 classes."""
     normals = np.broadcast_to(NORMAL, (3, 6, 6)).transpose(1, 2, 0).copy()
     normals[0] = 0
     for name in ("n1", "n2", "n3"):
@@ -214,8 +214,8 @@ def test_classes_and_parts():
     assert not {2, 187, 360, 416, 431} & {*classes}
 
 
-# The indices of six pixels that a zoom about the center samples, and that a crop at the start
-# samples.
+# The indices of the pixels that six output pixels sample: in a zoom about the center, and in a crop
+# at the start.
 ZOOMS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 3, 4, 5], 1.5: [1, 2, 2, 3, 4, 4]}
 CROPS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 2, 3, 4], 1.5: [0, 1, 1, 2, 3, 3]}
 
@@ -282,7 +282,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
 
 
 def test_resized_targets(root):
-    """For 2 x 3, the nearest rows are 1 and 4, and the columns 1, 3 and 5; then 12 x 12."""
+    """Size 2 x 3 takes rows 1 and 4 and columns 1, 3 and 5; size 12 x 12 repeats all pixels."""
     plain = EXPECTED["nyud"]
     item = open_dataset("nyud", root, "train", size=(2, 3))[0]
     for task in ("semseg", "depth"):
@@ -306,7 +306,7 @@ def test_interpolation(root):
     picture = item["picture"] * torch.tensor(STD) + torch.tensor(MEAN)
     assert picture.min() > -1e-6
     assert picture.max() < 1 + 1e-6
-    equal(picture[:, :, 15], 0.2265625)  # With a = -0.75, a quarter of a pixel from the edge.
+    equal(picture[:, :, 15], 0.2265625)  # For a = -0.75, a quarter of a pixel from the edge.
 
 
 OPTIONAL = "/(val|n3|VOC12|pascal-context/p1.png|image/1.npy)"

@@ -30,7 +30,7 @@ def evaluated(task, *batches) -> dict[str, float]:
 
 
 def make(task, pictures=2, seed=0):
-    """Random predictions and targets, a fifth of which is unknown."""
+    """Random predictions, and random targets with about a fifth of the pixels unknown."""
     generator = torch.Generator().manual_seed(seed)
     shape = (pictures, task.channels, 6, 7)
     prediction = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_metrics_on_cuda(task):
 
 @pytest.mark.parametrize("task", [CLASSES, DEPTH], ids=lambda t: t.kind)
 def test_metrics_of_one_rank_do_not_wait_for_others(task):
-    """`compute` on only one rank would wait forever."""
+    """By default, `compute` on only one rank would wait forever."""
     for options, waits in (({}, True), ({"all_ranks": False}, False)):
         metric = make_metric(task, **options)
         parts = metric.values() if task.kind == "classes" else [metric]
@@ -151,7 +151,7 @@ def test_metrics_stay_in_float64_on_a_half_precision_network():
 
 @EVERY_KIND
 def test_losses(task):
-    """Losses equal formulas; unknown pixels have no effect, and no loss if all are unknown."""
+    """The loss equals a formula; unknown pixels have no effect; if none is known, it is zero."""
     prediction, target = make(task)
     known = target != IGNORE
     if task.kind == "classes":

@@ -338,7 +338,7 @@ CHOSEN = ["encoder.0.0", "encoder.2.4", "decoder.4.3"]
 
 
 def test_recon_copies_the_layers_with_the_highest_scores():
-    """Copies first equal the shared layer."""
+    """Copies initially equal the shared layer."""
     scores = {"a": 3, "b": 5, "c": 5, "d": 9, "e": 0}
     assert recon.choose(scores, 3) == ["d", "b", "c"]
     assert recon.choose(scores) == ["d", "b", "c", "a"]

@@ -73,7 +73,7 @@ def findings_of(name, folder, seeds) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "seeds", "row", "expected"),
     [
-        # The sixth row after the single tasks is better by 60 %, plus 1 % per seed.
+        # The sixth row after the single tasks is better by 60%, plus 1% per seed.
         ("nyud", [0, 1, 2], "Ours", {"Δm %↑": "+61.00±1.00", "mIoU*↑": "32.27±16.30"}),
         ("nyud", [0, 1, 2], "Ours", {"rmse*↓": "7.733±3.700"}),
         ("nyud", [0, 1, 2], SINGLE, {"Δm %↑": "+0.00±0.00"}),

@@ -168,7 +168,7 @@ def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
 
 @pytest.mark.parametrize(("name", "network"), [("cityscapes", "segnet"), ("nyud", "resnet18")])
 def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
-    """The plain loop has a weighted sum of losses, or with task normalization a pass per task."""
+    """The plain loop makes a backward pass for each weighted loss."""
     task_norm = name == "nyud"
     tasks = {
         task: TASKS[name][task] for task in (["edge", "normals"] if task_norm else TASKS[name])
@@ -283,7 +283,7 @@ def test_orders_of_tasks_begin_with_the_same_weights(tmp_path, data):
 
 
 def test_batches_without_labels_of_a_task(tmp_path, data):
-    """The task's head stays, even with Adam's momentum; a batch without labels makes no step."""
+    """The task's head is unchanged, even by momentum; a batch without labels makes no step."""
     training = Training(make_run("GD"), tmp_path, data)
     training.opt.start_epoch(0)
     batch = next(iter(training.loader))
@@ -347,7 +347,7 @@ def test_compiled(tmp_path, data, monkeypatch):
     [
         (make_run(batch=8), None, "a batch of 8 needs as many pictures, got 5"),
         (make_run(ranks=2), None, "ranks must be 2 as in run.json, .*, got 1"),
-        (make_run("RotoGrad", amp="bfloat16"), None, "RotoGrad runs in one process, without mixed"),
+        (make_run("RotoGrad", amp="bfloat16"), None, "RotoGrad must run in one process, without"),
         (make_run("GD + Recon"), None, "needs the conflicts of cityscapes/segnet/equal/GD/seed0"),
         (make_run("GD"), b"cut", r"checkpoint.pt cannot be read: delete it"),
     ],
@@ -392,7 +392,7 @@ def test_missing_runs_follow_the_runs_they_need(place, tmp_path):
     rows = [run.row for run in runner.missing([backwards], place)]
     assert rows.index("GD") < rows.index("CAGrad + Recon")
     assert len(rows) == len(set(rows)) + 1  # Single tasks take two networks.
-    with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
+    with pytest.raises(FileNotFoundError, match="cityscapes is not a folder"):
         runner.missing([part], runner.Place(tmp_path, tmp_path / "runs"))
 
 
@@ -409,11 +409,11 @@ def test_a_folder_of_another_run(tmp_path, data, place):
     with pytest.raises(ValueError, match="expected and found epochs 7 and 1"):
         place.is_done(make_run("GD", epochs=7))
     make_small(tmp_path / "other", "cityscapes", train=4, val=3, size=(32, 64))
-    with pytest.raises(ValueError, match=r"is of another run.*: expected and found the data"):
+    with pytest.raises(ValueError, match=r"belongs to another run.*: expected and found the data"):
         runner.Place(tmp_path / "other", tmp_path / "runs").is_done(run)
     (folder / "result.json").unlink()
     (folder / "run.json").write_text(run.to_json())
-    with pytest.raises(ValueError, match=r"checkpoint.pt is of other data"):
+    with pytest.raises(ValueError, match=r"checkpoint.pt is from other data"):
         Training(run, folder, tmp_path / "other")
     with pytest.raises(ValueError, match=r"expected and found rate 0.5 and 0.001"):
         place.is_done(make_run("GD", rate=0.5))
@@ -512,7 +512,7 @@ def operations(training, size) -> int:
 
 
 def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
-    """Also for Recon, whatever it copies; counts grow with pixels; single tasks' heads differ."""
+    """Recon's copies make no difference; counts grow with pixels; single tasks' heads differ."""
     kinds = {}
     for run in runs_of("cityscapes"):
         training = Training(run, tmp_path, data, SCORES)
@@ -565,7 +565,7 @@ def test_a_step_is_extrapolated_by_pixels(tmp_path, data, monkeypatch):
         assert timing._step_seconds(training, threads) == pytest.approx(expected)
 
 
-MISSING = r".*/NYUD_MT is no folder; the README of \S+ describes.*"
+MISSING = r".*/NYUD_MT is not a folder; the README of \S+ describes.*"
 WITHOUT_TRACEBACK = FileExistsError("made"), ValueError("made"), runner.FailedRunsError("made")
 
 

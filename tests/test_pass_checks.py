@@ -44,7 +44,7 @@ class Overwrites(torch.autograd.Function):
 
 
 class ScalesSaved(torch.autograd.Function):
-    """A loss whose gradient is computed in its forward pass and scaled in place in its backward."""
+    """A loss whose gradient its forward pass computes and its backward pass scales in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Clamps(torch.autograd.Function):
 PARTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "injected": (lambda h: Injects.apply(h, h.square().mean()), "count once per task.*first"),
     "overwritten": (Overwrites.apply, "gradients of first.* that differ"),
-    "cache": (Cached.apply, "KeyError: 5 in a second one of 'a'"),
+    "cache": (Cached.apply, "KeyError: 5 in a second pass of 'a'"),
 }
 
 
@@ -195,7 +195,7 @@ def test_tasks_without_the_first_share_a_part() -> None:
 @pytest.mark.parametrize("first", ["ab", "a", "ca", "ab ca"])
 @pytest.mark.parametrize("part", ["overwritten", "injected"])
 def test_tasks_that_come_together_later(part: str, first: str) -> None:
-    """Two tasks share a part that at most one task has reached in an earlier step."""
+    """Two tasks share a part that at most one task has reached in each earlier step."""
     function, _ = PARTS[part]
     torch.manual_seed(0)
     trunk = nn.Linear(3, 4)
@@ -368,7 +368,7 @@ def test_a_buffer_of_heads_behind_features(method: type[cs.Method]) -> None:
 
 
 def test_kept_weights_of_features_behind_a_function() -> None:
-    """The function may hide parameters, but gradients of features do not depend on their reach."""
+    """The function may hide parameters, whose reach does not matter for gradients of features."""
     network = Network(Clamps.apply, cs.UPGrad(update_every=4))
     solved = []
     for _ in range(8):
@@ -482,7 +482,7 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
 
 
 def test_reentrant_checkpointing_is_not_checked() -> None:
-    """Passes of other parts are checked; a single warning names the exception."""
+    """A warning says that passes are not checked; the injected loss is not refused."""
     network = Network(lambda h: Injects.apply(h, h.square().mean()))
     run = torch.utils.checkpoint.checkpoint
     plain = network.part
@@ -986,7 +986,7 @@ def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
 
 
 def test_gradients_without_numbers() -> None:
-    """Covers a function that returns None, with kept weights; jagged tensors; over 64 tasks."""
+    """Covers a function that returns None with kept weights, jagged tensors, and over 64 tasks."""
 
     class Skips(torch.autograd.Function):
         @staticmethod

@@ -155,7 +155,7 @@ def test_connection_strength(backend: str, dtype: torch.dtype, kind: Kind, norma
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_of_16_bit_results(backend: str, dtype: torch.dtype) -> None:
-    """A sum of two values is exact in float32, so every result must be correctly rounded."""
+    """Rounding a sum of two values to float32 first does no harm; results are correctly rounded."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     every = bits.view(dtype)
     other = every[torch.randperm(len(every))]
@@ -202,7 +202,7 @@ def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
 def test_scales_of_float32(backend: str, scale: float) -> None:
-    """Results are finite and scale with the gradients, exactly for powers of two."""
+    """Results are finite and scale with the gradients, here by powers of two."""
     if backend in GPU_BACKENDS and not 1e-18 <= scale <= 1e18:
         return  # products of a tile are in float32
     args = sample(Kind("conv", (16, 64, 3, 3)), 4, torch.float32)
@@ -217,7 +217,7 @@ def test_scales_of_float32(backend: str, scale: float) -> None:
 
 
 def test_products_beyond_float32_are_not_ignored(backend: str) -> None:
-    """d_ii is infinite and d_ij is not; the projection must not vanish silently."""
+    """d_ii and d_ij exceed float32's range; the projection must not vanish silently."""
     grads = torch.stack([torch.full((2, 500), 1e19), torch.full((2, 500), -0.5e19)])
     update = cs.functional.project_conflicts(grads, torch.zeros(2, dtype=torch.int64))
     finite = update[update.isfinite()]
@@ -245,7 +245,7 @@ def test_nan_and_inf_reach_the_update(backend: str, bad: float, task: int) -> No
 
 
 def _trunk(tasks: int, dtype: torch.dtype) -> tuple[list[Sample], dict[str, Any]]:
-    """Layers and tensors without priority; some gradients are missing, and zero in the samples."""
+    """Layers, and tensors without priorities; missing gradients are zeros in the samples."""
     layers = [sample(kind, tasks, dtype) for kind in KINDS]
     arguments = trunk_arguments(layers)
     plain = [torch.randn(tasks, *shape).to(dtype) for shape in ((7,), (40000,), ())]
@@ -265,7 +265,7 @@ def _trunk(tasks: int, dtype: torch.dtype) -> tuple[list[Sample], dict[str, Any]
 def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
     """Energies, priorities, products and the projection together equal the fused update.
 
-    The fused update equals the update of each layer alone, and the plain sum of other tensors;
+    The fused update equals the update of each layer alone and, for other tensors, the plain sum;
     missing gradients count as zeros.
     """
     layers, arguments = _trunk(tasks, dtype)

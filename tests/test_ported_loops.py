@@ -1,4 +1,4 @@
-"""Mistakes in ported loops that would otherwise stay unnoticed during training."""
+"""Mistakes in ported loops that would otherwise go unnoticed during training."""
 
 import copy
 from contextlib import nullcontext
@@ -51,7 +51,7 @@ def test_a_second_optimizer_step(schedule):
 
 
 def test_steps_on_other_gradients():
-    """For example, on gradients of another loss, between two steps."""
+    """Between two steps, the torch optimizer may step on gradients of another loss."""
     setup, opt = started(schedule=cs.Mixed(2, seed=3, draw="step"))
     opt.start_epoch(1)
     for number in range(4):
@@ -100,7 +100,7 @@ def test_a_normalization_outside_the_trunk():
     cs.MultiTaskOptimizer(network, sgd_of(network), AB).step(loss)
 
 
-SAME = "got 3 of which two are the same .*partial"
+SAME = "got 3, two of which are the same .*partial"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_steps_leave_no_memory_behind():
 
 @BOTH_PHASES
 def test_autocast_around_the_step(schedule):
-    """Autocast's cache must not keep weights from before the last task's update."""
+    """Autocast's cache must not keep weights that an update has changed."""
 
     def trained(around):
         setup = Setup(dtype=torch.float32)

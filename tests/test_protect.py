@@ -29,7 +29,7 @@ def _update(method: cs.GramianMethod, rows: Tensor, names: str = NAMES) -> Tenso
 
 
 def _projected(z: Tensor, constraints: Tensor) -> Tensor:
-    """The vector nearest to z without conflicts, by enumeration of the active constraints."""
+    """The conflict-free vector nearest to z, found by enumerating the active constraints."""
     units = constraints / constraints.norm(dim=1, keepdim=True)
     found = []
     for size in range(len(units) + 1):
@@ -123,7 +123,7 @@ def test_opposed_zero_and_non_finite_gradients(
 
 
 def test_batches_with_labels_for_some_tasks() -> None:
-    """Without a protected gradient, nothing is projected; alone, it is the update."""
+    """Nothing is projected without a protected gradient; alone, that gradient is the update."""
     torch.manual_seed(0)
     trunk, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
     targets = {"p": 1.0, "q": -1.0, "r": -2.0}
@@ -148,7 +148,7 @@ def test_batches_with_labels_for_some_tasks() -> None:
         (lambda: cs.Protect(["a"]), r"tasks must be names, as in Protect\('a', 'b'\), got \['a'\]"),
         (
             lambda: cs.Protect("a", levels={"a": 1}),
-            "not contain 'a', which is already protected, got 1",
+            "not contain 'a', which is already among the protected tasks, got level 1 for it",
         ),
         (lambda: cs.Protect("a", levels={"b": -1}), r"levels\['b'\] must be at least 0, got -1"),
         (lambda: cs.Protect("a", levels={"b": 0.5}), r"levels\['b'\] must be an integer, got 0.5"),
@@ -163,7 +163,7 @@ def test_batches_with_labels_for_some_tasks() -> None:
             lambda: cs.Protect("a", "b").check(["a", "b"]),
             "must leave at least one task unprotected",
         ),
-        (lambda: cs.Protect("a").weights(torch.eye(2)), "step must have the names of the tasks"),
+        (lambda: cs.Protect("a").weights(torch.eye(2)), "must be a Step with the tasks' names"),
     ],
 )
 def test_wrong_arguments(make: Callable[[], object], message: str) -> None:

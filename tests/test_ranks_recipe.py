@@ -1,4 +1,4 @@
-"""The recipe for many ranks: training under torchrun, and resuming from its checkpoints."""
+"""The recipe for several ranks: training under torchrun, and resuming from its checkpoints."""
 
 import contextlib
 import io
@@ -25,8 +25,8 @@ STEPS = 16
 SAVED = 10
 """The first of two checkpoints, in the middle of the second epoch."""
 
-# Both save a checkpoint on two ranks. Batch statistics depend on each rank's part of a batch, so
-# another number of ranks gives the same losses only with fixed statistics.
+# Both kinds save a checkpoint on two ranks. Batch statistics depend on each rank's part of a batch,
+# so another number of ranks gives the same losses only with fixed statistics.
 KINDS = {"replicated": (), "sharded": ("--sharded", "--fixed-statistics")}
 
 Losses = dict[int, tuple[int, float, float]]

@@ -705,7 +705,7 @@ def test_recipes_are_short_scripts(
     tmp_path,
 ):
     recipe(name)
-    if "ranks" in name or "deepspeed" in name:  # As torchrun sets them.
+    if "ranks" in name or "deepspeed" in name:  # Sets what torchrun sets.
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
         for variable, value in {**address, "LOCAL_RANK": "0"}.items():
             monkeypatch.setenv(variable, value)

@@ -206,7 +206,7 @@ def test_features(float64):
 
 
 class _Watching(PlainTraining):
-    """Records what the recipe logs of each parameter."""
+    """Records what the recipe logs for each parameter."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -60,7 +60,7 @@ def test_lbfgs_around_a_step(float64, line_search):
 
 
 def test_sparse_gradients_of_an_embedding(float64):
-    """Gradients equal one pass with the task weights of the features' gradients."""
+    """Gradients equal those of one pass, weighted as the features' gradients are."""
     embedding, heads = nn.Embedding(20, 6, sparse=True), _heads()
     pair = torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adam(heads.parameters())
     opt = cs.MultiTaskOptimizer(embedding, pair, AB, cs.PCGrad())
@@ -90,7 +90,7 @@ def test_a_state_of_the_trunk_advances_once_per_pass():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_discriminator_in_the_generator_s_step(frozen):
-    """A discriminator in the generator's optimizer trains for the generator, without an error."""
+    """Unless frozen, a discriminator in the generator's optimizer trains for the generator."""
     trunk, heads, judge = nn.Linear(4, 6), _heads(), nn.Linear(1, 1)
     sgd = sgd_of(trunk, heads, judge)
     opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())

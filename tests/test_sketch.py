@@ -75,7 +75,7 @@ def test_threads_give_the_same_bits(threads: int) -> None:
 @pytest.mark.kernel("cpu")
 @pytest.mark.parametrize("hot", [False, True])
 def test_dot_products_are_unbiased(hot: bool) -> None:
-    """Estimates deviate as documented, even if all energy is in one column of a matrix."""
+    """Estimates deviate as documented, even if almost all energy is in one column of a matrix."""
     size, draws = 1024, 400
     x = torch.randn(20_000)
     if hot:

@@ -107,7 +107,7 @@ KEPT, METHOD, WEIGHTING = ("kept", 0), ("method", 1), ("weighting", 1)
 WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
     ("kept", (*KEPT, "weights"), NAN, "finite task weights of shape"),
     ("kept", (*KEPT, "weights"), torch.ones(1), "of shape"),
-    ("kept", (*KEPT, "tasks"), ("x",), "task weights for tasks of"),
+    ("kept", (*KEPT, "tasks"), ("x",), "task weights for tasks in"),
     ("kept", (*KEPT, "number"), -1, "number"),
     ("GradVac", (*METHOD, "targets"), NAN, "finite targets of shape"),
     ("GradVac", (*METHOD, "tasks"), ("x", "y", "z"), "no tasks other than"),
@@ -116,7 +116,7 @@ WRONG: list[tuple[str, tuple[Any, ...], object, str]] = [
     ("FAMO", (*WEIGHTING, "last", "a"), MISSING, "same tasks"),
     ("FAMO", (*WEIGHTING, "logits", "a"), torch.zeros(3), "of shape"),
     ("GradNorm", (*WEIGHTING, "first"), {}, "same tasks"),
-    ("SmoothTchebycheff", (*WEIGHTING, "nadirs", "z"), torch.zeros(()), "must map tasks of"),
+    ("SmoothTchebycheff", (*WEIGHTING, "nadirs", "z"), torch.zeros(()), "must map tasks in"),
     ("SmoothTchebycheff", (*WEIGHTING, "epoch"), 1.5, "epoch"),
     ("DynamicWeightAverage", (*WEIGHTING, "means"), {"a": [float("nan")]}, "finite means"),
     ("UncertaintyWeights", (*WEIGHTING, "a"), MISSING, "same tasks"),

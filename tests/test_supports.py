@@ -1,4 +1,4 @@
-"""The table of features that each way to make gradients supports: a cell trains or is refused."""
+"""The table of features that each way to make gradients supports: loops train or are refused."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -54,8 +54,8 @@ _ops = torch.ops.cs_kernels
         (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
         (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
         (cs.CAGrad(0.0), CONFLICT, [0.5, 0.5]),
-        # C a = 1 has the solution (2, 2); the length is (1 + 2) times the cosine, |a_1 u_1 + a_2
-        # u_2| = 2.
+        # C a = 1 has the solution (2, 2), with |a_1 u_1 + a_2 u_2| = 2; the length is (1 + 2) times
+        # the cosine, 1 / 2.
         (cs.ConFIG(), CONFLICT, [1.5, 0.75]),
         (cs.FairGrad(), CONFLICT, [2**0.5, 0.5**0.5]),
         (cs.NTKMTL(), CONFLICT, [5**0.5, 1.25**0.5]),
@@ -132,7 +132,7 @@ def test_permuted_tasks_and_several_gramians(
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
 @each_method
 def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
-    """Updates equal the reference's.
+    """Updates match the reference's.
 
     An update that is zero in theory is as long as the square root of the ridge.
     """
@@ -158,7 +158,7 @@ def test_rounded_gramians_of_dependent_gradients(
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
 @each_method
 def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float) -> None:
-    """Weights stay, so updates scale; Nash-MTL's updates keep their norm, so its weights scale."""
+    """Weights do not depend on the scale, except Nash-MTL's and FairGrad's, by definition."""
     rows = _random_rows(4, 0)
     direct, scaled = _weights(method, rows), _weights(method, scale * rows)
     if isinstance(method, cs.NashMTL):
@@ -177,7 +177,7 @@ def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float
     ids=repr,
 )
 def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
-    """Guaranteed for these methods; for MGDA with "l2", only if gradients are normalized."""
+    """These methods guarantee it; MGDA with "l2" does so only for normalized gradients."""
     for seed in range(4 if SMALL else 12):
         rows = _random_rows(2 + seed % 6, seed)
         if getattr(method, "normalize", None) == "l2":
@@ -261,7 +261,7 @@ def test_orders_with_a_counter(backend: str, solver: str) -> None:
 
 
 def test_pcgrad_orders_are_uniform() -> None:
-    """Every order of three others turns up equally often, for every task."""
+    """Seen from each task, all orders of the three others turn up about equally often."""
     counts = Counter(
         tuple((j - i) % 4 for j in random_order(splitmix64(random_key(0, step)), 4, i))
         for step in range(4000)
@@ -275,7 +275,7 @@ def test_pcgrad_orders_are_uniform() -> None:
 
 @pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(5, 1), (64, 33)])
 def test_dependent_gradients(backend: str, tasks: int, rank: int) -> None:
-    """Nash-MTL solves up to the ridge, with weights of 100,000; FairGrad's update is short.
+    """Nash-MTL solves up to the ridge, if need be with huge weights; FairGrad's update is short.
 
     The gradients for FairGrad add up to zero, so no direction is good for all tasks.
     """
@@ -309,10 +309,10 @@ def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0] if SMALL else [1 / 16, 0.1, 0.5, 1, 2, 5, 10, 16])
 @pytest.mark.parametrize("tasks", [2, 5] if SMALL else [2, 3, 8, 40])
 def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> None:
-    """G w and w^(-1 / alpha) are equal, relative to the terms of G w.
+    """G w and w^(-1 / alpha) agree to within 1e-8 of the terms of G w.
 
-    They need not be equal otherwise: with conflicts of very different lengths and a small alpha,
-    gains are below the rounding of these terms. For odd seeds, lengths differ by up to 1:100.
+    They need not agree more closely: if gradients in conflict have very different lengths and alpha
+    is small, gains are below the rounding of these terms. Odd seeds scale lengths by up to 1:100.
     """
     for seed in range(2 if SMALL else 8):
         rows = _random_rows(tasks, seed)
@@ -332,7 +332,7 @@ def test_fair_grad_between_the_sum_and_the_least_gain(backend: str) -> None:
     rows *= torch.tensor([[10.0], [3.0], [1.0], [0.3]], dtype=torch.float64)
 
     def gain(update: Tensor) -> float:
-        """The least gain, relative to the update."""
+        """The least gain, relative to the update's length."""
         return float((rows @ update).min() / update.norm())
 
     updates = [_update(cs.FairGrad(alpha), rows) for alpha in (1 / 16, 0.5, 1, 4, 16)]
@@ -354,7 +354,7 @@ def test_config_has_equal_cosines(backend: str) -> None:
 
 
 def test_config_without_a_common_direction(backend: str) -> None:
-    """No update if gradients are opposed or cancel; otherwise, least squares give a direction."""
+    """If gradients are opposed or cancel, the update is zero; else, least squares give it."""
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):
@@ -382,7 +382,7 @@ def test_db_mtl_by_hand() -> None:
     torch.testing.assert_close(updates, expected)
     assert method.weights(CONFLICT, _step(a=-1.0, b=1.0)).isnan().all()
     assert method.weights(CONFLICT * math.nan, step).isnan().all()
-    with pytest.raises(ValueError, match=r"step must have the losses for DBMTL\(\)"):
+    with pytest.raises(ValueError, match=r"must be a Step with losses for DBMTL\(\), got None"):
         method.weights(CONFLICT)
 
 

@@ -141,7 +141,7 @@ def test_changes_from_step_to_step(change: str, method: cs.Method) -> None:
 
 
 def from_number(_: nn.Module, z: Tensor, task: str) -> Tensor:
-    """A loss whose target is the task's number."""
+    """A loss whose target is proportional to the task's index."""
     return (z - 3 * AB.index(task)).square().mean()
 
 
@@ -358,7 +358,7 @@ def test_layers_that_do_not_always_run(
 
 
 def test_run_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls work even in a step that checks graphs; only prioritized weights must run once."""
+    """Two calls work even if the step checks graphs; only prioritized layers must run just once."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
 
     def both(run: Callable[[Tensor], Any], _: object) -> Any:
@@ -586,7 +586,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "crossed": (lambda net, run: crossed(run), "the loss of 'b' depends on the outputs of 'a'"),
     "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),
     "missing": (lambda net, run: {"a": run(X)["a"].mean()}, r"every task, \['a', 'b'\], got"),
-    "outputs": (lambda net, run: run(X), "must hold a real scalar"),
+    "outputs": (lambda net, run: run(X), "must hold a floating-point scalar"),
     "not held": (lambda net, run: plus(run, FREE), "must hold every"),
     "a weight": (lambda net, run: plus(run, net.other), r"3\.weight .*by the loss of 'b'"),
     "a weight in the pass": (lambda net, run: plus(run, net[3].weight), r"3\.weight .*in square"),
@@ -614,7 +614,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     [
         *((name, PRIORITY, 0) for name in FORWARDS),
         ("past run 1", cs.Sum(), 0),
-        # Graphs are searched in the first step.
+        # Only the first step searches graphs.
         *((name, PRIORITY, 1) for name in ("a weight", "a weight in the pass")),
     ],
 )
@@ -639,7 +639,7 @@ def test_refuses_other_things() -> None:
     opt = optimizer_of(trunk)
     with pytest.raises(TypeError, match="forward must be a function"):
         opt.step_together({"a": X.sum()})
-    with pytest.raises(ValueError, match=r"no batch normalization in training .* got 1:"):
+    with pytest.raises(ValueError, match=r"no plain batch normalization in training .* got 1:"):
         opt.step_together(squares(X))
     trunk[1].eval()
     opt.step_together(squares(X))
@@ -785,7 +785,7 @@ def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LAYERWISE
 def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
-    """Waiting gradients never exceed the largest layer; small layers are combined in one call."""
+    """Waiting gradients are at most the largest layer's; small layers are combined in one call."""
     layers = (normed(m, n) for m, n in itertools.pairwise([3, 4, 4, 40, 40, 4, 4, 4, 4]))
     trunk = converted(nn.Sequential(*itertools.chain.from_iterable(layers)))
     alive: list[weakref.ref[Tensor]] = []

@@ -1,6 +1,8 @@
 """Torch internals that the package relies on; a failure names the file that uses one."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cs_kernels.engine.stacked.task_layers import is_task_layer
 from cs_kernels.torch_internals.autograd import edge_of, hooked, is_leaf
 from cs_kernels.torch_internals.ddp import FLAGS
-from cs_kernels.torch_internals.memory import is_in_foreign_memory
+from cs_kernels.torch_internals.memory import is_in_foreign_memory, may_be_overwritten
 
 pytestmark = pytest.mark.loop
 
@@ -58,6 +60,85 @@ def test_holders_of_memory_are_known() -> None:
     ):
         message = CHANGED.format("torch_internals/memory.py", "the number of a storage's holders")
         assert is_in_foreign_memory(grad) == is_foreign, message
+
+
+KEPT: list[Any] = []
+"""What the functions and hooks below keep of a gradient."""
+
+
+class Keeping(torch.autograd.Function):
+    """Doubles its input, and keeps the gradient that its backward pass returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        KEPT.append(2 * grad)
+        return KEPT[-1]
+
+
+def _held_by_a_hook(keep: Callable[[Tensor], object]) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        for leaf in (a, b):
+            leaf.register_hook(lambda grad: KEPT.append(keep(grad)))
+        return 2 * a + 3 * b
+
+    return loss
+
+
+LONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a product": lambda a, b: 2 * a + 3 * b,
+    "a view of a product": lambda a, b: functional.linear(torch.ones(5, 3), a) @ b,
+    "a new tensor of a function": lambda a, b: _Inverse.apply(a) + _Inverse.apply(b),
+    "a sum of two gradients": lambda a, b: 2 * a + a.exp() + 3 * b + b.exp(),
+}
+HELD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one memory for both": lambda a, b: 2 * (a.view(-1) + b.view(-1)),
+    "one memory for both, transposed": lambda a, b: 2 * (a.t() + b.t()),
+    "parts of one memory": lambda a, b: 2 * torch.cat([a, b]),
+    "an expanded number": lambda a, b: a.sum() + b.sum(),
+    "expanded columns": lambda a, b: torch.cat([2 * a.sum(1), 3 * b.sum(1)]),
+    "kept by a function": lambda a, b: Keeping.apply(a) + Keeping.apply(b),
+    "kept by a hook": _held_by_a_hook(lambda grad: grad),
+    "a view kept by a hook": _held_by_a_hook(lambda grad: grad.view(-1)),
+    "its data kept by a hook": _held_by_a_hook(lambda grad: grad.data),
+    "an array kept by a hook": _held_by_a_hook(lambda grad: grad.numpy()),
+}
+
+
+class _Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+@pytest.mark.parametrize("case", [*LONE, *HELD])
+def test_holders_of_arriving_gradients_are_known(case: str) -> None:
+    a, b = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
+    found = []
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (a, b)]
+    for node in nodes:
+        node.register_prehook(lambda grads: found.append(may_be_overwritten(grads)))
+    (LONE | HELD)[case](a, b).exp().sum().backward()
+    KEPT.clear()
+    message = CHANGED.format("torch_internals/memory.py", "the number of a gradient's holders")
+    assert found == [case in LONE] * 2, message
+
+
+def test_the_last_of_two_leaves_with_one_gradient_owns_it() -> None:
+    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
+    found = []
+    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (a, b)]
+    for node in nodes:
+        node.register_prehook(lambda grads: found.append(may_be_overwritten(grads)))
+    (a + b).exp().sum().backward()
+    assert found == [False, True]
 
 
 def test_a_subclass_in_parameters_sees_the_functions_of_layers() -> None:

@@ -220,7 +220,7 @@ def _theirs(aggregator: torch.nn.Module, rows: Tensor) -> Tensor | None:
 def test_equal_to_torchjd_or_better(
     name: str, backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal to 1e-4, or closer to the definition, on Gramians of every kind and size."""
+    """Agrees to within 1e-4, or is closer to the definition, on Gramians of all kinds and sizes."""
     method, make, error = CASES[name]
     equal = 0
     sample = matrices(full)

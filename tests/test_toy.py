@@ -54,7 +54,7 @@ def test_steps_equal_adams():
 
 
 def test_the_front():
-    """On the front, gradients are opposed or, at its ends, one is zero; elsewhere, neither."""
+    """On the front, and only there, gradients are opposed or, at its ends, one is zero."""
     front = toy.pareto_front()
     assert toy.have_reached(front).all()
     gradients = torch.from_numpy(toy.losses_and_gradients(front)[1])
@@ -66,7 +66,7 @@ def test_the_front():
 
 @pytest.mark.parametrize("steps", [toy.STEPS // 2, pytest.param(toy.STEPS, marks=pytest.mark.full)])
 def test_who_reaches_the_front_and_where(steps):
-    """As in the papers, plain descent and PCGrad stop short in the valley from (9, 9).
+    """As in the papers, plain descent and PCGrad from (9, 9) end in the valley, not on the front.
 
     CAGrad, the slowest, ends where the mean loss is least, Nash-MTL closer to the middle.
     """

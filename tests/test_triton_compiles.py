@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for current GPUs without spilling registers.
+"""Every Triton kernel compiles for current GPUs, and spills few or no registers.
 
 No GPU is needed: Triton includes the assembler, and its disassembler lists a kernel's resources.
 """
@@ -106,7 +106,7 @@ _SAME_BITS = {"cvt", "shl", "or", "mov"}
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Contractions]:
-    """Compiles a kernel for one architecture, and asserts that it spills no register.
+    """Compiles a kernel for one architecture; asserts that it spills at most `most_stack` bytes.
 
     Its shared memory must fit on every GPU, and all lanes must take the same branches.
     """

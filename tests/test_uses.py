@@ -1,4 +1,4 @@
-"""The uses: data and metrics against hand values, runs, and the command."""
+"""The uses: data and metrics against hand-computed values, runs, and the command."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ RESULTS = [{"x": x, "y": None} for x in (1.0, 2.0, 3.0, 4.0, 10.0)]
     ],
 )
 def test_cells(column, results, text):
-    """Student's t with four degrees of freedom is 2.776."""
+    """The 97.5% quantile of Student's t with four degrees of freedom is 2.776."""
     assert _cell(column, results) == text
     half = pytest.approx(2.776 * 12.5**0.5 / 5**0.5, abs=1e-3)
     assert interval([result["x"] for result in RESULTS]) == (4, half)
@@ -180,7 +180,7 @@ def test_solution_has_no_losses(float64, name):
 
 
 def test_solution_of_burgers(float64):
-    """Finite differences hold away from the shock; Basdevant et al. (1986) give its slope."""
+    """Finite differences fit the equation; the shock has the slope of Basdevant et al. (1986)."""
     burgers, h = pinn.Burgers(), 1e-4
     u, (t, x) = burgers.solution, h * torch.eye(2)
     points = torch.cartesian_prod(torch.linspace(0.1, 1, 7), torch.tensor([-0.8, -0.3, 0.2, 0.6]))
@@ -296,7 +296,7 @@ def test_agreement_by_hand():
 
 
 class Checked(agreement.Compared):
-    """Compares the last step's updates with the plain formulas, on random gradients."""
+    """Compares each step's updates with the plain formulas, on random gradients."""
 
     def combine(self, gradients, layout, step):
         super().combine(gradients, layout, step)
@@ -317,7 +317,7 @@ def test_comparisons_of_updates(norm):
     method = Checked(0)
     run = priorities.make_run(PART, norm, method, 0)
     run.train(digits.make_pictures(PART, 0)[0], 0)
-    assert method.last["like_random"] == pytest.approx(1)  # With equal priorities.
+    assert method.last["like_random"] == pytest.approx(1)  # `Checked` passes the same priorities.
     assert method.last["removes"] == method.last["random_removes"] > 0
     assert -1 < method.last["like_pcgrad"] < 1
 

@@ -32,7 +32,7 @@ OTHERS = "norm normalizes another dimension than its channels"
 
 
 def opposed(y: Tensor, task: str) -> Tensor:
-    """A loss whose tasks are in conflict in every channel."""
+    """A loss whose gradients for the two tasks conflict in every channel."""
     return (1 if task == "a" else -2) * y.sum() + y.square().mean()
 
 
@@ -443,7 +443,7 @@ def test_a_network_that_is_different_in_each_pass() -> None:
 
 
 def test_normalizations_that_take_turns() -> None:
-    """A layer whose normalization alternates has no priority, and the report says why."""
+    """A layer whose normalization alternates has no priority, and the coverage says why."""
     trunk, x = changing()
     opt = optimizer_of(trunk, cs.Sum())
     for step in range(9):

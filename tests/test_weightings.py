@@ -117,7 +117,7 @@ class Tchebycheff:
 
 
 class Famo:
-    """torch.optim.Adam on logits, with gradients from autograd; z / D is the gradient of log D."""
+    """torch.optim.Adam on logits, with autograd's gradients; z / D is the gradient of z log D."""
 
     def __init__(self, known: str, reevaluates: bool = False) -> None:
         self.reevaluates, self.at_once = reevaluates, known == "all" and not reevaluates
@@ -277,7 +277,7 @@ def test_nothing_is_read_on_the_host(name: str) -> None:
 
 @EVERY
 def test_a_state_from_another_device(name: str) -> None:
-    """Tensors move to the losses; a state on `meta` has no values to compare."""
+    """Tensors move to the losses' device; a state on `meta` has no values to compare."""
     weighting = WEIGHTINGS[name]()
     weights_of(weighting, steps_of()[:4])
     weighting.load_state_dict(
@@ -400,7 +400,7 @@ def test_dynamic_weight_average() -> None:
         (1, equal, [values(a=2.0, b=2.0), values(b=math.inf), values(a=math.nan)]),
         *((epoch, fitted, []) for epoch in (2, 2, 3)),  # Epochs without losses change nothing.
         (4, fitted, [values(a=8.0, b=8.0)]),
-        (5, equal, []),  # R = (4, 4).
+        (5, equal, []),  # r = (4, 4).
     ):
         weighting.start_epoch(epoch)
         weights = {t: weighting.weigh(t, ONE, cs.Step()).item() for t in "ab"}
@@ -410,7 +410,7 @@ def test_dynamic_weight_average() -> None:
 
 
 def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
-    """Weights sum to one; differences of their logarithms have the variance 2."""
+    """Weights sum to one; differences of their logarithms have a variance of 2."""
     weighting, count = cs.RandomWeights(seed=5), 2000
     steps = [cs.Step(number, tuple(TASKS)) for number in range(count)]
     drawn = torch.stack([torch.stack([weighting.weigh(t, ONE, s) for t in TASKS]) for s in steps])
@@ -522,7 +522,7 @@ def test_gradnorm_weights_stay_positive() -> None:
 
 
 def test_gradnorm_learns_from_positive_losses() -> None:
-    """Weights stay until a task's first positive loss, and in steps with a negative loss."""
+    """Weights wait for a task's first positive loss, and skip steps with a negative loss."""
     for first in (0.0, -1.0):
         weighting = cs.GradNorm()
         assert learned(weighting, {"a": first, "b": 2.0}, [4.0, 1.0]) == [1.0, 1.0]

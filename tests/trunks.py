@@ -80,7 +80,7 @@ class Setup:
         return self.loss_of(self.trunk(self.x), task)
 
     def loss_of(self, output: object, task: str) -> Tensor:
-        """The mean of the outputs times random factors, which partly oppose the first task's."""
+        """The mean output times random factors; the second task's partly oppose the first's."""
         maps = [*output.values()] if isinstance(output, dict) else output
         total = torch.zeros((), dtype=torch.float64)
         for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):
@@ -99,7 +99,7 @@ def plain_updates(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Updates and sums of gradients, by the names of shared parameters.
 
-    Only TaskBatchNorm is from the package.
+    Of the package, this uses only TaskBatchNorm and the list of shared parameters.
     """
     shared, grads = shared_parameters(setup.trunk), {}
     for task in TASKS:

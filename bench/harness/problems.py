@@ -99,7 +99,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 
 
 class Problem:
-    """A network's layers and K random gradients, of which half of all pairs conflict."""
+    """A network's layers and K random gradients; about half of all pairs conflict."""
 
     def __init__(
         self, network: str, tasks: int, dtype: torch.dtype = torch.float32, quick: bool = False

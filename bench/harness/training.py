@@ -18,7 +18,7 @@ import torchvision_operators
 
 
 def timm_model(name: str, **options: Any) -> Any:
-    """A network of timm, which otherwise needs torchvision."""
+    """A network of timm, also where torchvision's operators do not load."""
     torchvision_operators.define()
     import timm
 

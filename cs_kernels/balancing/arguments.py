@@ -104,7 +104,7 @@ def groups_of(
         if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
             raise ValueError(
                 "parameters must all be sharded on the same mesh, or all be whole, got"
-                f" {len(meshes)} sharded of {len(parameters)}"
+                f" {len(meshes)} of {len(parameters)} sharded"
             )
         return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
     if group is None and dist.is_available() and dist.is_initialized():
@@ -114,7 +114,7 @@ def groups_of(
 
 
 def check_agreement(groups: Sequence[Any], facts: object) -> None:
-    """Raises ValueError if ranks have different facts: they could not average their sketches."""
+    """Raises ValueError if ranks have different settings, since sketches could not be averaged."""
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, facts, group=group)

@@ -15,6 +15,7 @@ from cs_kernels.torch_internals.fsdp import (
     modules_that_shard,
     sharded_parameters,
 )
+from cs_kernels.torch_internals.memory import lone_holders, may_be_overwritten
 
 Take = Callable[[int, Tensor], Tensor | None]
 """Takes the index of a parameter and its gradient; returns the gradient's weight, or None to leave
@@ -75,6 +76,7 @@ class Arrivals:
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
+        lone_holders()  # Makes backward passes, which are better not nested in the first pass.
         self._sharding = modules_that_shard(parameters)
         groups = [group for module in self._sharding for group in groups_of(module)]
         known = {p.sharded_param for group in groups for p in group.fsdp_params}
@@ -142,26 +144,30 @@ class _Arrival:
         self._leaf = leaf
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        take, (grad,) = self._take(), grads
+        take = self._take()
         # The node still runs if the parameter was frozen after the forward pass.
-        if take is None or grad is None or not self._leaf.requires_grad:
+        if take is None or grads[0] is None or not self._leaf.requires_grad:
             return None
-        weight, total = take(self._number, grad), self._leaf.grad
+        # The gradient gets no name here, because its holders are counted.
+        weight, total = take(self._number, grads[0]), self._leaf.grad
         if weight is None:
             return None
-        if total is not None and _adds_in_place(total, grad, self._leaf):
-            # A weighted copy would need fresh memory, which would dominate the time.
-            total.addcmul_(grad, weight)
+        # Half precision would round the weight; graphs of gradients need the unweighted gradient.
+        in_place = grads[0].dtype.itemsize > 2 and not torch.is_grad_enabled()
+        # A weighted copy would need fresh memory, which would dominate the time.
+        if in_place and total is None and may_be_overwritten(grads):
+            grads[0].mul_(weight)
+            return None
+        if in_place and total is not None and _adds_in_place(total, grads[0], self._leaf):
+            total.addcmul_(grads[0], weight)
             return (None,)
-        if grad.dtype.itemsize == 2:  # In half precision, the weight would be rounded or overflow.
-            return ((grad.float() * weight).to(grad.dtype),)
-        return ((grad * weight).to(grad.dtype),)
+        if grads[0].dtype.itemsize == 2:
+            return ((grads[0].float() * weight).to(grads[0].dtype),)
+        return ((grads[0] * weight).to(grads[0].dtype),)
 
 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
-    hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    exact = grad.dtype.itemsize > 2  # In half precision, the weight would be rounded too.
-    return alike and dense and exact and not hooked_after and not torch.is_grad_enabled()
+    return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)

@@ -11,7 +11,7 @@ from cs_kernels.torch_internals.autograd import hooked, reached_parameters
 
 
 class OneGraph:
-    """Checks that passes through one graph are repeatable; replaces them by one pass if possible.
+    """Checks that passes through one graph are repeatable; makes one pass instead if possible.
 
     Args:
         named: The shared parameters by name.

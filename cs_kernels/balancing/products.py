@@ -71,7 +71,7 @@ class Products:
         return {name: getattr(self, name).clone() for name in self._SAVED}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for tensors of a wrong shape or dtype."""
+        """Raises ValueError for tensors of a wrong shape or dtype, and for non-finite products."""
         for name in self._SAVED:
             own, found = getattr(self, name), state[name]
             if not isinstance(found, Tensor) or found.shape != own.shape:

@@ -57,7 +57,7 @@ class Sketches:
 
     def begin(self, step: int) -> None:
         """Clears the sketches for a new step, with new signs and bins."""
-        self._small.clear()
+        self._drop_small()
         if not self.is_empty:
             self._values.zero_()
             self.is_empty = True
@@ -79,7 +79,8 @@ class Sketches:
         grads, offsets = self._small.setdefault((task, module), ([], []))
         grads.append(grad.clone())  # A later pass may write into the gradient's memory.
         offsets.append(offset)
-        if len(grads) == _MOST_SMALL:
+        self._copied += grad.numel()
+        if self._copied > _MOST_COPIED:
             self.add_small()
 
     def add_small(self) -> None:
@@ -89,7 +90,11 @@ class Sketches:
                 for grad in grads:  # Its memory may belong to another stream.
                     grad.record_stream(torch.cuda.current_stream(grad.device))
             self._run(task, module, grads, offsets)
+        self._drop_small()
+
+    def _drop_small(self) -> None:
         self._small.clear()
+        self._copied = 0
 
     def _run(self, task: int, module: int, grads: list[Tensor], offsets: list[int]) -> None:
         sketch = self._of_modules[task][module]
@@ -97,7 +102,7 @@ class Sketches:
 
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks after `average`."""
-        self._small.clear()
+        self._drop_small()
         self._values.fill_(torch.nan)
         self.is_empty = False
 
@@ -137,8 +142,8 @@ class Sketches:
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
 
 
-_SMALL, _MOST_SMALL = 4096, 64
-"""The maximum number of elements of a small gradient, and of copied gradients to collect."""
+_SMALL, _MOST_COPIED = 1 << 17, 1 << 18
+"""The maximum number of elements of a small gradient, and of all copies before they are added."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
 

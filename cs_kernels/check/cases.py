@@ -31,7 +31,7 @@ _STEPS = 4
 
 
 class WrongError(Exception):
-    """A result exceeds its limit, or differs between runs."""
+    """A result's error exceeds its limit, or results differ between runs."""
 
 
 Check = Callable[[str], float]

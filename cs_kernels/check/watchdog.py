@@ -125,7 +125,7 @@ async def _outcomes(
         await child.end()
     except TimeoutError:
         status = await child.end(signal.SIGABRT)
-        unkillable = ", and cannot be killed" if status is None else ""
+        unkillable = ", and it cannot be killed" if status is None else ""
         detail = f"no answer within {limit:.0f} s{unkillable}\n{child.last_words()}"
         outcomes.append(("hang", None, detail, limit))
     return outcomes

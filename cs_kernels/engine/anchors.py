@@ -81,13 +81,13 @@ class Anchors:
         free = [t for t in keeps.tasks if t not in present and not self._kept.get(t)]
         if free:
             warnings.warn(
-                f"losses should contain {free[0]!r}, because no gradient of it is kept yet: it does"
-                " not constrain this update; due_tasks lists the tasks whose losses a step needs",
+                f"losses should contain {free[0]!r}, because no gradient of it is kept yet, so it"
+                " does not constrain this update; due_tasks lists the tasks that need a loss",
                 stacklevel=2,
             )
         self._fresh = {t: ranks.keep(t, ranks.gradients.row_of(t), keeps.device) for t in present}
         for task in keeps.tasks:
-            # With its own gradient, a task needs one kept gradient fewer.
+            # A task with a gradient in this step needs one kept gradient fewer.
             for kept in self._kept.get(task, [])[: keeps.rank - (task in present)]:
                 ranks.gradients.anchors.append(ranks.anchor(kept.row))
                 step.anchors = (*step.anchors, Anchor(task, kept.number))
@@ -149,7 +149,7 @@ class Anchors:
             for name in of["reached"]:
                 if name not in shapes:
                     raise ValueError(
-                        "state must be of this trunk, got a kept gradient of"
+                        "state must be for this trunk, got a kept gradient of"
                         f" {task!r} for {name!r}, which is not one of its shared parameters"
                     )
                 shape = tuple(tensors[name].shape) if name in tensors else None

@@ -63,7 +63,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
                 if task not in norm.tasks:
                     raise ValueError(
                         f"every task-specific normalization of trunk must have all tasks, but"
-                        f" {name or 'trunk itself'} has {list(norm.tasks)}, got {task!r}"
+                        f" {name or 'trunk itself'} has {list(norm.tasks)} and lacks {task!r}"
                     )
     check_method(method, trunk, tasks)
 
@@ -150,6 +150,6 @@ def check_held(
         )
     if any(parameter not in held for parameter in weighting.parameters()):
         raise ValueError(
-            f"optimizer must hold the parameters() of weighting, but some of {weighting!r} are"
-            " missing"
+            "optimizer must hold the parameters() of weighting, but lacks some parameters of"
+            f" {weighting!r}"
         )

@@ -5,7 +5,7 @@ there, and one backward pass of the trunk propagates the combination (MGDA-UB, S
 2018, section 3.3; IMTL-G, Liu et al. 2021). Memory holds K gradients of the features in place of
 K gradients of all shared parameters.
 
-On many ranks, each rank has the features of its own samples. Products of gradients are sums over
+On several ranks, each has the features of its own samples. Products of gradients are sums over
 all samples, so they are summed over the ranks, and the task weights are equal on all ranks. Each
 rank propagates its samples' combined gradient through the trunk, whose gradients are reduced once.
 """
@@ -44,7 +44,7 @@ def found_features(engine: Engine, given: object, losses: Mapping[str, Tensor]) 
 def passes_to_features(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], features: Features
 ) -> None:
-    """The backward passes of the heads, which end at the features."""
+    """The backward passes of the heads, down to the features."""
     weighted = weighted_losses(engine, passes, losses)
     engine.ranks.before_backward(retains=True)
     scaled = {task: engine.graph.scaled(loss) for task, loss in weighted.items()}

@@ -144,5 +144,5 @@ def _agree(engine: Engine) -> None:
 
 
 def _named(part: object) -> str:
-    """The object's repr, or its class name if the repr is only an address."""
+    """The object's repr, or its class name if it has only the default repr."""
     return type(part).__name__ if type(part).__repr__ is object.__repr__ else repr(part)

@@ -241,7 +241,7 @@ def _check_on_device(engine: Engine, device: torch.device) -> None:
             )
         if scales and not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                "optimizers must have fused=True in a captured step with a scaler, to skip a step"
+                "optimizer must have fused=True in a captured step with a scaler, to skip a step"
                 f" without a host synchronization, got {name} without it"
             )
 

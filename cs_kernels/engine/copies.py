@@ -45,9 +45,9 @@ class Copyable:
         return self._saved()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Builds the copy, but only on its first use if its trunk is still incomplete.
+        """Builds the copy now, or on its first use if its trunk is still incomplete.
 
-        This happens if the trunk contains the optimizer.
+        The trunk is incomplete if it contains the optimizer.
         """
         self.__dict__["_copied"] = saved
         if hasattr(saved["trunk"], "_modules"):
@@ -68,8 +68,8 @@ def _check_copyable(engine: Engine) -> None:
     if engine.accumulation.is_open():
         raise RuntimeError(
             "MultiTaskOptimizer cannot be copied or pickled while gradients of"
-            " backward(..., update=False) wait for their update: they would be lost; call"
-            " backward(...) first"
+            " backward(..., update=False) wait for their update, because they would be lost:"
+            " call backward(...) first"
         )
     if engine.ranks.is_distributed:
         raise TypeError(

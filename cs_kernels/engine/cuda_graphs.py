@@ -27,7 +27,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs that share one memory pool, so that only one is replayed at a time."""
+    """CUDA graphs that share one memory pool, so only one may be replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

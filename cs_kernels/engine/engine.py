@@ -96,7 +96,7 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Wraps a call: delays Ctrl-C to its end, and reports an exception to other ranks."""
+        """Wraps a call: delays Ctrl-C until its end, and reports an exception to other ranks."""
         self.ranks.wrappers.switch_off()
         with held_back(), self.ranks.together():
             yield
@@ -258,7 +258,7 @@ class Engine:
         """Writes the shared parameters' update to `.grad`, from the gradients of all tasks."""
         step = passes.step
         gradients, eager = self.ranks.gradients, step.counter is None
-        if not passes.separate:  # The tasks' gradients have added up.
+        if not passes.separate:  # `.grad` already contains the sum of the tasks' gradients.
             reached = any(p.grad is not None for p in self.trunk.shared)
             self.trunk.check_reached(step.tasks[0], reached)
         timer = self.monitor.timer(self.trunk.device, eager=eager)
@@ -298,7 +298,7 @@ class Engine:
         self.guard.note_steps()
 
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
-        """Makes a step's last step of the torch optimizers; returns the losses.
+        """Steps the torch optimizers for the last time in a step; returns the losses.
 
         Everything that can fail comes earlier, and is undone after an exception. Only assignments
         follow the optimizers' step.
@@ -356,7 +356,7 @@ class Engine:
         if self.accumulation.is_open():
             raise RuntimeError(
                 "method must not change while gradients of backward(..., update=False) wait for"
-                f" their update, got {method!r}: end these with backward(...) first"
+                f" their update, got {method!r}: call backward(...) first"
             )
         self._method = method
         self.kept.forget()

@@ -80,7 +80,7 @@ class FeatureGradients(TaskGradients):
         self.clear()
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over all samples."""
+        """The sum over the samples of all ranks."""
         return self._ranks.sum_over_ranks(tensor)
 
 
@@ -103,7 +103,7 @@ def _check_computed(features: Iterable[Tensor]) -> None:
     for i, z in enumerate(features):
         if not z.is_floating_point() or z.layout is not torch.strided:
             raise ValueError(
-                f"features must be dense tensors of real numbers, but features[{i}] has layout"
+                f"features must be dense floating-point tensors, but features[{i}] has layout"
                 f" {z.layout} and dtype {z.dtype}"
             )
         if z.grad_fn is None:
@@ -285,7 +285,7 @@ class Features:
         inner = {task: head.inner for task, head in heads.items()}
         for task, loss in losses.items():
             nodes = inner.pop(task)
-            # Frees nodes that no other head needs; the trunk's nodes do not run.
+            # Frees nodes that no later head needs; the trunk's nodes do not run.
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
             with _without_hooks(self._features), hooked(_accumulating(loss, leaves)):

@@ -35,7 +35,7 @@ class Kept:
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
-        """The cached weights after a joint step. A step that solved synchronizes with the device.
+        """The cached weights after a joint step. Checking new ones synchronizes with the device.
 
         Weights are discarded if any is non-finite or any task's gradient is zero: for a zero
         gradient, some methods give the task the weight 0, and others give it all the weight.
@@ -84,7 +84,7 @@ class Kept:
         checked_integer("number", state["number"], 0, 1 << 63)
         if not found or not set(found) <= set(tasks):
             raise ValueError(
-                f"state must have task weights for tasks of {list(tasks)}, got {found!r}"
+                f"state must have task weights for tasks in {list(tasks)}, got {found!r}"
             )
         shape = (len(layers), len(found)) if layers else (len(found),)
         if weights.shape != shape or not weights.isfinite().all():

@@ -230,7 +230,7 @@ class LoopGuard:
             self._unused = unused
             raise RuntimeError(
                 "the update of the last backward(...) is still in .grad: call optimizer.step() or"
-                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
+                " zero_grad() first; to add up micro-batches, use backward(..., update=False)"
             )
 
     def _notice_steps(self) -> None:
@@ -252,8 +252,8 @@ class LoopGuard:
                 )
             if this._accumulation.is_open():
                 raise RuntimeError(
-                    "the gradients of backward(..., update=False) wait for their update: end these"
-                    " with backward(...) before optimizer.step()"
+                    "the gradients of backward(..., update=False) wait for their update: call"
+                    " backward(...) before optimizer.step()"
                 )
             if this._accumulation.step is not None:  # `zero_grad()` has dropped them.
                 this._accumulation.clear()

@@ -64,7 +64,7 @@ class LossGraph:
         self._in_foreign_memory: set[nn.Parameter] = set()
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
-        """Whether to look for gradients in foreign memory after a pass, which is slow."""
+        """Whether a slow search for gradients in foreign memory follows a pass."""
         self._hides_leaves = False
         """Whether a function may compute gradients of leaves that a checked graph does not show."""
         self._refuses_batches = False
@@ -138,7 +138,7 @@ class LossGraph:
         sharded = self.sharded()
         reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
-        if unheld and any(map(is_sharded, held)):  # Heads that no watched pass has run.
+        if unheld and any(map(is_sharded, held)):  # They may belong to unwatched heads.
             self._modules += [m for m in all_sharded_modules() if m not in self._modules]
             sharded = sharded_parameters(self._modules)
             reached = [sharded.get(parameter, parameter) for parameter in reached]
@@ -146,9 +146,9 @@ class LossGraph:
         if unheld:
             names = sorted(watcher.names_of(unheld))
             raise ValueError(
-                f"optimizer must hold every parameter that a loss depends on, but the loss of"
-                f" {task!r} depends on {first_of(names)}, which it does not"
-                " hold: freeze them with requires_grad_(False) if this loss only reads them, like a"
+                "optimizer must hold every parameter that a loss depends on, but lacks"
+                f" {first_of(names)}, on which the loss of {task!r} depends:"
+                " freeze them with requires_grad_(False) if this loss only reads them, like a"
                 " discriminator in the step of its generator; else add them to the optimizer"
             )
         return reached
@@ -212,7 +212,7 @@ class LossGraph:
         losses: Mapping[str, Tensor],
         collect: Callable[[Sequence[str], Sequence[Tensor | None]], None],
     ) -> bool:
-        """Runs the backward passes of several losses at once, by `torch.vmap`.
+        """Runs the backward passes of several losses at once, with `torch.vmap`.
 
         The first passes of a task are made one by one, because they are checked.
 
@@ -367,7 +367,7 @@ class LossGraph:
         self._own_memory()
 
     def _own_memory(self) -> None:
-        """Copies gradients that a later pass may overwrite; with many ranks, the strategy does."""
+        """Copies gradients that a later pass may overwrite; in a distributed run, the ranks do."""
         if self._ranks.is_distributed:
             return
         if self._looks_at_memory:
@@ -392,7 +392,7 @@ def checked_loss(
     source: str = "closure must return",
     without: str = "pass only the others: step(closure, tasks=[...])",
 ) -> Tensor:
-    """Checks that a loss is one real number with a graph, and returns it as a scalar.
+    """Checks that a loss is one floating-point number with a graph; returns it as a scalar.
 
     Args:
         loss: The loss.
@@ -406,8 +406,8 @@ def checked_loss(
         raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}{inner}")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(
-            f"{source} a real scalar, got a {loss.dtype} tensor of shape {tuple(loss.shape)} for"
-            f" {task!r}"
+            f"{source} a floating-point scalar, got a {loss.dtype} tensor of shape"
+            f" {tuple(loss.shape)} for {task!r}"
         )
     if not loss.requires_grad:
         raise ValueError(

@@ -59,7 +59,8 @@ def check_batched(engine: Engine, *, batched: bool) -> None:
         return
     if engine.ranks.is_distributed:
         raise ValueError(
-            f"batched must be False on many ranks, got {batched!r} on {engine.ranks.size} ranks"
+            f"batched must be False with a process group, got {batched!r}"
+            f" on {engine.ranks.size} ranks"
         )
     if engine.graph.backward is not None:
         raise ValueError(
@@ -71,7 +72,7 @@ def check_batched(engine: Engine, *, batched: bool) -> None:
 def passes_of_losses(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], *, batched: bool = False
 ) -> None:
-    """The backward passes of losses, the last of which frees the graph.
+    """Runs the backward passes of losses; the last one frees the graph.
 
     Other ranks may have losses of other tasks.
     """

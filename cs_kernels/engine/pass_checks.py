@@ -31,8 +31,8 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
 _TOLERANCE, _FLOOR = 0.01, 1e-4
-"""The difference that atomic additions on a GPU may make, relative to a gradient's norm and to the
-largest norm: a gradient may cancel out, as a bias's does before a normalization."""
+"""The difference that atomic additions on a GPU may make, relative to a gradient's norm and, since
+a gradient may cancel out, as a bias's does before a normalization, to the largest norm."""
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
 """The same for 16-bit gradients."""
 _MOST_CHECKS = 4
@@ -69,7 +69,7 @@ class PassChecks:
         """By task: the tasks with which passes through one graph have proved repeatable."""
 
     def forget(self) -> None:
-        """Checks the next passes of every task."""
+        """Checks the next passes of every task again, but only `_MOST_CHECKS` times in all."""
         if not self._left:
             return
         self._left -= 1
@@ -121,9 +121,8 @@ class PassChecks:
         if changed:
             raise RuntimeError(
                 f"a backward pass must not change parameters, but {first_of(changed)}"
-                f" changed during the pass of {new[0]!r}: hooks must not"
-                " step an optimizer, since the one passed as optimizer does; remove the hook, and"
-                f" load the last checkpoint{_OFF}"
+                f" changed during the pass of {new[0]!r}: a hook must not step an optimizer; remove"
+                f" the hook, and load the last checkpoint{_OFF}"
             )
         self._check_left(new[0], expected)
         now = _attributes(names)
@@ -332,7 +331,7 @@ def _check_repeatable(
     except Exception as error:
         raise RuntimeError(
             "backward makes a pass per task through one graph, so a pass must be repeatable, got"
-            f" {type(error).__name__}: {error} in a second one of {task!r}{remedy}"
+            f" {type(error).__name__}: {error} in a second pass of {task!r}{remedy}"
         ) from error
     norms = list(map(_norm, first))
     largest = max(norms, default=0.0)

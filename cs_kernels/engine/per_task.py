@@ -121,9 +121,9 @@ def checked_closures(closure: object) -> list[Closure]:
         facts = _what_it_reads(function)
         if facts is not None and found.setdefault(facts, function) is not function:
             raise ValueError(
-                f"closure must be a function for each micro-batch, got {len(closures)} of which two"
-                f" are the same {described(function)}: variables are read when it is called, so"
-                " bind the batch, as in functools.partial(loss, batch); or give one function"
+                f"closure must be a function for each micro-batch, got {len(closures)}, two of"
+                f" which are the same {described(function)}: variables are read when it is called,"
+                " so bind the batch, as in functools.partial(loss, batch); or give one function"
                 " several times, [closure] * 2, if it gets its batches itself"
             )
     return cast("list[Closure]", closures)

@@ -43,7 +43,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state must be a complete state_dict with valid values, but loading raised {error!r}"
         ) from error
-    # The loaded state may lack parameters that earlier graphs have shown: check graphs again.
+    # The loaded reach may lack parameters that earlier graphs have shown: check graphs again.
     engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())
@@ -59,15 +59,15 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     expected = {key: of for key, of in state_of(engine).items() if key not in optional}
     if not isinstance(state, Mapping) or not set(expected) <= set(state):
         found = list(state) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"state must have {list(expected)}, got {found}")
+        raise ValueError(f"state must have the entries {list(expected)}, got {found}")
     tasks = state["tasks"]
     if not isinstance(tasks, Sequence) or list(tasks) != list(engine.trunk.tasks):
-        raise ValueError(f"state must be of tasks {list(engine.trunk.tasks)}, got {tasks!r}")
+        raise ValueError(f"state must have tasks {list(engine.trunk.tasks)}, got {tasks!r}")
     for part in ("method", "weighting"):
         given = state[part]
         name = given[0] if isinstance(given, Sequence) and len(given) == 2 else given
         if name != expected[part][0]:
-            raise ValueError(f"state must be of {part} {expected[part][0]}, got {name}")
+            raise ValueError(f"state must be for {part} {expected[part][0]}, got one for {name}")
 
 
 def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ def _made(
 def backward_at_features(
     engine: Engine, losses: object, features: object, *, update: bool
 ) -> dict[str, Tensor]:
-    """Backward passes of the heads that end at features, and one of the trunk.
+    """Backward passes of the heads down to the features, and one of the trunk.
 
     Args:
         engine: Makes the update.

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cs_kernels.methods import GradDrop, Method
 from cs_kernels.torch_internals.fsdp import is_sharded
 
-if TYPE_CHECKING:  # A circular import otherwise.
+if TYPE_CHECKING:  # Avoids a circular import.
     from cs_kernels.engine.engine import Engine
 
 STEP = "step"
@@ -33,7 +33,7 @@ class Feature:
     found: Callable[["Engine"], object]
     """Returns the loop's use of the feature, which messages can quote; None or False if none."""
     refused: Mapping[str, str]
-    """By unsupported way: the error message, a format string of `found` and `loop`."""
+    """By way that lacks it: the error message, a format string of `found` and `loop`."""
     error: type[Exception] = ValueError
 
 
@@ -106,8 +106,8 @@ TABLE = (
         "plain batch normalization in training",
         _plain_norm_in_training,
         {
-            TOGETHER: "trunk must have no batch normalization in training but task-specific ones"
-            " for step_together, got {found}: convert it, set it to eval(), or use step"
+            TOGETHER: "trunk must have no plain batch normalization in training for step_together,"
+            " got {found}: convert it, set it to eval(), or use step"
         },
     ),
     Feature(
@@ -117,8 +117,7 @@ TABLE = (
             TOGETHER: "trunk must have whole parameters for step_together, but {found} in the"
             " optimizer are sharded: use step",
             CAPTURED: "trunk must have whole parameters for a captured step, but {found} in"
-            " the optimizer are sharded, and their ranks agree on every step on their hosts: use"
-            " step",
+            " the optimizer are sharded, and ranks agree on every step on their hosts: use step",
         },
     ),
     Feature(
@@ -131,7 +130,7 @@ TABLE = (
         lambda loop: loop.ranks.is_distributed and isinstance(loop.method, GradDrop),
         {
             FEATURES: "method must not draw a number for each element in backward with features on"
-            " many ranks, because each rank has other samples, got {loop.method!r}",
+            " several ranks, because each rank has different samples, got {loop.method!r}",
             **_ONE_PROCESS,
         },
     ),
@@ -158,10 +157,10 @@ TABLE = (
         lambda loop: loop.monitor.counter,
         {
             FEATURES: "count_conflicts needs gradients of all shared parameters, got features,"
-            " where the heads' passes end: leave them out, or end counting by"
-            " count_conflicts(None)",
+            " where the heads' passes end: leave features out, or stop counting"
+            " with count_conflicts(None)",
             TOGETHER: "count_conflicts needs all gradients of the tasks, got step_together, which"
-            " never has them: use step, or end counting by count_conflicts(None)",
+            " never has them: use step, or stop counting with count_conflicts(None)",
         },
     ),
     Feature(
@@ -198,7 +197,7 @@ TABLE = (
 
 
 def check(way: str, loop: "Engine") -> None:
-    """Raises the error of the first feature that a way does not support."""
+    """Raises the error of the first feature in use that a way does not support."""
     for feature in TABLE:
         message = feature.refused.get(way)
         if message is not None:

@@ -42,8 +42,8 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) ->
         arrived: Receives the parameters that got a gradient.
 
     """
-    # The hooks are on nodes: a function may compute gradients of parameters in its backward pass
-    # and return them; a hook on the parameter would see these twice.
+    # The hooks are on nodes, because a function may compute gradients of parameters in its backward
+    # pass and return them, and a hook on the parameter would see these twice.
     nodes = [(get_gradient_edge(p).node, p) for p in shared if p.requires_grad]
 
     def weigh(p: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -68,7 +68,7 @@ class OnePass(NamedTuple):
         return [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
 
     def terms(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The terms whose sum to differentiate: the losses, weighted if in `whole`."""
+        """The terms whose sum is differentiated: the losses, weighted if in `whole`."""
         with torch.enable_grad():
             return [weighed(x, weights[t]) if t in self.whole else x for t, x in losses.items()]
 
@@ -165,7 +165,7 @@ def _times(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _weighing(entries: Set[int], weight: Tensor) -> Callable[..., Any]:
-    """A hook that weights the gradients with these indices that a node passes on."""
+    """A hook that weights the gradients that a node passes on at these indices."""
 
     def weigh(grads: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
         return tuple(

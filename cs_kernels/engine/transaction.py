@@ -15,7 +15,7 @@ from cs_kernels.trunk.trunk import Trunk
 
 
 def _copied(state: Any) -> Any:
-    """A copy of a state, including its tensors, which the step may change."""
+    """A copy of a state and of its tensors, because the step may change them."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -40,7 +40,7 @@ class Transaction:
     ) -> Iterator[list[nn.Parameter]]:
         """Wraps the passes of these tasks and their update.
 
-        The last step's gradients are not restored: a copy would take the memory of one more row.
+        The last step's gradients are not restored, since a copy would need memory for another row.
 
         Args:
             tasks: The tasks of the passes.
@@ -56,7 +56,7 @@ class Transaction:
         with statistics:
             held = self._trunk.held()
             # The normalizations' gradients are kept during the passes: without these few kilobytes
-            # between its freed blocks, glibc would trim the heap in each pass (5 % of a step).
+            # between freed blocks, glibc would trim the heap in each pass, costing 5% of a step.
             kept = [p.grad for p in self._trunk.of_norms]
             try:
                 if clears:
@@ -70,7 +70,7 @@ class Transaction:
     @staticmethod
     @contextlib.contextmanager
     def states(*owners: Stateful) -> Iterator[None]:
-        """Wraps changes to the state of a method or weighting, which an exception undoes."""
+        """Wraps changes to states of methods or weightings; an exception undoes these changes."""
         before = [(one, _copied(one.state_dict())) for one in owners if one.is_undone()]
         try:
             yield

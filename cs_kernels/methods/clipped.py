@@ -19,8 +19,8 @@ class Clipped(GramianMethod):
     gradients of the task's head and normalization are unchanged. The squared norms are the diagonal
     of the Gramian, and the factors go into the task weights, so clipping neither reads nor writes a
     gradient. Clipping applies to each module's gradient with groups="layer", to the gradient with
-    respect to z with `features=z`, and to the mean gradient over the ranks with many ranks. Reports
-    show the norms and cosines of the unclipped gradients.
+    respect to z with `features=z` and, if there is more than one rank, to the mean gradient over
+    the ranks. Reports show the norms and cosines of the unclipped gradients.
 
     Args:
         method: A Gramian method, or `Sum()`; its `groups`, `update_every` and kept
@@ -30,7 +30,7 @@ class Clipped(GramianMethod):
             `lambda norms: norms.median(-1, keepdim=True).values`.
 
     Raises:
-        TypeError: `method` has no Gramian, such as `ConnectionStrength` or `GradDrop`.
+        TypeError: `method` is one without a Gramian, such as `ConnectionStrength` or `GradDrop`.
         ValueError: `max_norm` is neither a positive number nor a function.
 
     Examples:
@@ -79,7 +79,7 @@ class Clipped(GramianMethod):
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
         """Checks the inner method's name and state."""
         if state["method"] != (name := type(self.method).__name__):
-            raise ValueError(f"state must be of method {name}, got {state['method']}")
+            raise ValueError(f"state must be for method {name}, got one for {state['method']}")
         self.method.check_state(state["state"], tasks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

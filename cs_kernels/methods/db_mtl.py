@@ -13,9 +13,9 @@ class DBMTL(GramianMethod):
     """Dual-balancing (Lin et al., 2023), without its moving average.
 
     The update is the sum of the gradients of the losses' logarithms, all scaled to the length of
-    the longest one. A loss is the weighted loss plus 1e-8. A negative loss has no logarithm and
-    makes all task weights NaN. Tasks with non-finite losses are ignored in the search for the
-    longest gradient. The weight of a task with a zero gradient is zero.
+    the longest one. Here, a loss means the weighted loss plus 1e-8. A negative loss has no
+    logarithm and makes all task weights NaN. Tasks with non-finite losses are ignored in the search
+    for the longest gradient. The weight of a task with a zero gradient is zero.
 
     Parameters outside the trunk, such as a head's, get the gradients of the losses themselves.
 
@@ -33,7 +33,7 @@ class DBMTL(GramianMethod):
 
         """
         if step is None:
-            raise ValueError(f"step must have the losses for {self!r}")
+            raise ValueError(f"step must be a Step with losses for {self!r}, got None")
         losses = torch.stack([step.weighted_losses[task] for task in step.tasks]).to(gramian)
         lengths = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         logarithmic = torch.where(losses.isfinite(), lengths / (losses + _LEAST_LOSS), 0.0)

@@ -8,7 +8,7 @@ from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
 
 _LEAST, _GREATEST = 1 / 16, 16
-"""Limits on alpha; beyond them, powers of gradient lengths exceed the range of float64."""
+"""Limits on alpha; beyond them, powers of gradient lengths can exceed the range of float64."""
 
 
 class FairGrad(GramianMethod):

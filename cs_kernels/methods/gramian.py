@@ -60,7 +60,7 @@ class GramianMethod(Method):
     def layerwise(self) -> bool:
         """Whether the updates of a module depend only on that module's gradients.
 
-        True with `groups="layer"` and built-in `weights`; subclasses with their own must opt in.
+        True with `groups="layer"` and built-in `weights`; a subclass with its own must override it.
         """
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in

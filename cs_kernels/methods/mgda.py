@@ -49,7 +49,9 @@ class MGDA(GramianMethod):
             divisor = divisor * gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         if self.normalize in ("loss", "loss+"):
             if step is None:
-                raise ValueError(f"step must have the losses for normalize={self.normalize!r}")
+                raise ValueError(
+                    f"step must be a Step with losses for normalize={self.normalize!r}, got None"
+                )
             losses = torch.stack([step.weighted_losses[task] for task in step.tasks])
             # A negative divisor would reverse a gradient, and with it the update.
             divisor = divisor * torch.where(losses.isfinite(), losses, 0.0).to(divisor).abs()

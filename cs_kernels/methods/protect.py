@@ -13,7 +13,7 @@ from cs_kernels.step import Keeping, Step
 _SHORT = 1e-30
 """The length of the constraints in a quadratic program that projects a gradient of length 1."""
 _DEPENDENT = 1e-12
-"""Up to this fraction of the largest, eigenvalues of the unit gradients' Gramian count as zero."""
+"""Eigenvalues of the unit gradients' Gramian count as zero up to this fraction of the largest."""
 
 
 class Protect(GramianMethod):
@@ -22,7 +22,7 @@ class Protect(GramianMethod):
     The other tasks' gradients are added, and their sum is projected onto the vectors that conflict
     with no protected task's gradient. Without conflict, the sum is unchanged; in a conflict with
     one protected task, it loses its component along that task's gradient. The protected gradients
-    are added to the projection, unchanged: a conflict between two protected tasks remains.
+    are added to the projection, unchanged, so a conflict between two protected tasks remains.
 
     This is the projection of GEM (Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual
     Learning", 2017), and, with one protected task, of A-GEM (Chaudhry et al., "Efficient Lifelong
@@ -94,7 +94,8 @@ class Protect(GramianMethod):
                 raise TypeError(f"levels must have names of tasks as keys, got {task!r}")
             if task in self.levels:
                 raise ValueError(
-                    f"levels must not contain {task!r}, which is already protected, got {level}"
+                    f"levels must not contain {task!r}, which is already among the protected tasks,"
+                    f" got level {level} for it"
                 )
             self.levels[task] = checked_integer(f"levels[{task!r}]", level, 0)
         if 0 not in self.levels.values():
@@ -151,7 +152,7 @@ class Protect(GramianMethod):
 
         """
         if step is None:
-            raise ValueError(f"step must have the names of the tasks for {self!r}")
+            raise ValueError(f"step must be a Step with the tasks' names for {self!r}, got None")
         gramian = gramian.double()
         level_of = self._level_of(step.tasks)
         first = 0.0 if self.constraint_only else 1.0
@@ -183,7 +184,7 @@ class Protect(GramianMethod):
 
 
 def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
-    """The multiples of the `above` gradients that cancel the `own` sum's component in the span."""
+    """The multiples of `above` gradients that cancel the `own` sum's component in their span."""
     norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
     scaled = torch.where(norms > 0, 1 / norms, 0.0)
     rows = gramian[..., above, :] * scaled.unsqueeze(-1)

@@ -48,8 +48,8 @@ class SAGO(Method):
         """Checks that the protected task exists, and that there is another task.
 
         Raises:
-            ValueError: The protected task does not exist, is the only task, or there are too many
-                tasks.
+            ValueError: The protected task does not exist or is the only task, or there are too
+                many tasks.
 
         """
         super().check(tasks)

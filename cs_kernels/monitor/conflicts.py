@@ -27,7 +27,7 @@ class Conflicts:
 
     P is the number of `names`, K the number of `tasks`. Tensors are symmetric in the tasks. They
     are copies that later steps do not change, and stay on the gradients' device: reading one
-    synchronizes with the device. Gradients are computed from the weighted losses; on many ranks,
+    synchronizes with the device. Gradients are computed from the weighted losses; on several ranks,
     they are means over the ranks.
     """
 

@@ -34,10 +34,9 @@ class Report:
     """A report on one step, made by `MultiTaskOptimizer.report`.
 
     Gradients are computed from the weighted losses, without the loss scale of a scaler or of
-    `backward=`; on many ranks, they are means over the ranks. L is the number of layers, K the
-    number of `rows`.
-    Tensors stay on the gradients' device: reading one synchronizes with the device, but making the
-    report does not.
+    `backward=`; on several ranks, they are means over the ranks. L is the number of layers, K the
+    number of `rows`. Tensors stay on the gradients' device: reading one synchronizes with the
+    device, but making the report does not.
     """
 
     step: int

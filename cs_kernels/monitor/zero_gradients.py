@@ -43,8 +43,8 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
         warnings.warn(
             f"the gradient of {task!r} is zero in every element of {first_of(names)},"
             f" which only {owner!r} trains: they count as shared, so the method changes their"
-            " gradients. If the loss has a term like 0 * sum(parameters), remove it; a parameter"
-            " may have no gradient",
+            " gradients. If the loss has a term like 0 * sum(parameters), remove it: a parameter"
+            " need not have a gradient",
             stacklevel=2,
         )
     return True

@@ -49,7 +49,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
     Raises:
         ValueError: `tasks` is invalid, or the module has no batch normalization, contains a lazy
             module that has not run, or is already converted for other tasks.
-        TypeError: `tasks` is not a sequence of strings.
+        TypeError: `module` is not a torch module, or `tasks` not a sequence of strings.
 
     """
     names = check_tasks(tasks)
@@ -207,8 +207,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         norms = [norm for norm in norms if norm.training]
     if not norms:
         raise ValueError(
-            f"trunk must have a batch normalization of task {task!r} in train mode, but has none"
-            " or all are in eval mode"
+            f"trunk must have a batch normalization for task {task!r} in train mode, but it has"
+            " none, or all of them are in eval mode"
         )
     frozen = [
         module

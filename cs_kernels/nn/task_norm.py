@@ -34,7 +34,7 @@ def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 class TaskBatchNorm(nn.Module):
     """One normalization per task, in a child module with the task's name; the active one runs.
 
-    The children are ordinary torch modules, each with its own weight, bias and statistics: the
+    The children are ordinary torch modules, each with its own weight, bias and statistics, so the
     state dict has `bn1.depth.weight`, and one task's normalization can be frozen or inspected as in
     plain torch.
 

@@ -8,8 +8,8 @@ In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i;
 counts as zero. Gamma and running variance of several layers are passed as one flat tensor each: the
 layers' [K, O] arrays, concatenated. Output channels lie along a weight's dimension
 `out_channel_dim`: 0, or 1 in transposed convolutions, whose `groups` are blocks of dimension 0.
-Updates must not alias gradients, but those of `combine_` and `drop_signs_` may be gradients of the
-same tensors: an element of every gradient is read before that element of the update is written.
+Updates must not alias gradients, but `combine_` and `drop_signs_` may write to a gradient of the
+same tensor: an element is read from every gradient before it is written.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,9 @@ def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_negative_bits(name: str) -> Callable[..., Any]:
-    """Copies tensors with a negative bit, such as `x.conj().imag`: kernels read raw memory.
+    """Makes an operator copy tensors with a negative bit, such as `x.conj().imag`.
 
-    PyTorch's own fallback skips tensors in a `Tensor?[]`.
+    Kernels read raw memory, and PyTorch's own fallback skips tensors in a `Tensor?[]`.
     """
 
     def call(*args: Any) -> Any:
@@ -204,8 +204,8 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 def _(*_: object) -> None:
     """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K].
 
-    With a protected task, an element of the sum that does not have the sign of the protected
-    gradient's element is replaced by that element, unless that element is zero.
+    With a protected task, an element of the sum whose sign differs from that of the protected
+    gradient's element is replaced by the latter, unless the latter is zero.
     """
 
 
@@ -216,9 +216,10 @@ def _(*_: object) -> None:
 def _(*_: object) -> None:
     """Writes, per element, the sum of either the positive or the negative gradients, at random.
 
-    The probability of each sum is its share of the sum of absolute values. The draw is a function
-    of the seed, of `step + counter` and of the element's index. `counter` is one int64 that GPU
-    kernels read from device memory, so every replay of a CUDA graph draws anew.
+    The probability of each sum is its share of the sum of absolute values. The fraction leaks[i] of
+    task i's gradient is always added. The draw is a function of the seed, of `step + counter` and
+    of the element's index. `counter` is one int64 that GPU kernels read from device memory, so
+    every replay of a CUDA graph draws anew.
 
     Indices count up from a tensor's offset in memory order. Without offsets, each tensor's indices
     continue after the previous tensor's. With shards, the offset of a shard is the index of its

@@ -82,7 +82,7 @@ def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the address is a multiple of the item size, as `torch.frombuffer` does not ensure."""
+    """Whether the address is a multiple of the item size; `torch.frombuffer` does not ensure it."""
     return tensor.data_ptr() % tensor.itemsize == 0
 
 
@@ -326,7 +326,7 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
     size = sketch.numel()
     if sketch.ndim != 1 or not LEAST_SKETCH <= size <= MOST_SKETCH or size & (size - 1):
         raise ValueError(
-            f"sketch must have shape [d], with a power of two d in [{LEAST_SKETCH}, 2^30], got"
+            f"sketch must have shape [d], with d a power of two in [{LEAST_SKETCH}, 2^30], got"
             f" {tuple(sketch.shape)}"
         )
     check_in_place(sketch, "sketch")

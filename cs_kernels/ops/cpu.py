@@ -155,7 +155,7 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
         )
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
-        """Reads K * K numbers and writes K per Gramian."""
+        """Reads K * K numbers and writes K numbers per Gramian."""
         check_solver(name, gramian, *options)
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)

@@ -56,7 +56,7 @@ TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 SOLVER_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
 
 if unavailable is None:
-    # The reference runs without the compiled module, so Python needs its own copy of these lists.
+    # The reference runs without the compiled module, so Python needs its own copies of these.
     for _name, _value in {
         "max_tasks": MOST_TASKS,
         "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
@@ -76,7 +76,7 @@ ChannelLayout = tuple[int, int, int, int]
 
 
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
-    """Returns the tensor, or a contiguous copy if it has no `ChannelLayout`, and the layout."""
+    """Returns the tensor, or a copy if unaligned or without a `ChannelLayout`, and the layout."""
     weight = weight if is_aligned(weight) else weight.clone()
     layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
@@ -104,7 +104,7 @@ def address_of(tensor: Tensor | None) -> int:
 
 
 def misfits(tensors: Grads, likes: Tensors) -> list[int]:
-    """The indices of tensors that are None or lack the memory layout of their entry in `likes`."""
+    """The indices of tensors that are None or differ from `likes` in type or memory layout."""
     if unavailable is None:
         return _C.misfits(list(tensors), list(likes))
     return [
@@ -250,7 +250,7 @@ class Operands:
         return weights, channels
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
-        """Allocates one int64 tensor for all layers' priorities; returns it and their addresses."""
+        """Allocates all layers' priorities in one int64 tensor; returns it and their addresses."""
         # Kernels skip a layer without elements, so its priorities must be 0 from the start.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         priorities = make(sum(channels), dtype=torch.int64, device=self.device)

@@ -1,4 +1,4 @@
-"""Compares facts that must be equal on all ranks, before training and at the start of each step."""
+"""Compares values that must be equal on all ranks, before training and when a step starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from cs_kernels.stage import Stage
 NAMES = {
     "kind": "calls in a step",
     "number": "number of steps made before",
-    "epoch": "epoch, by start_epoch",
+    "epoch": "epoch (set by start_epoch)",
     "phase": "phase",
-    "stage": "calls: step, or backward with the same update=",
+    "stage": "calls (step, or backward with the same update=)",
     "features": "number of features",
     "held": "number of parameters in the optimizer",
     "plan": "shared parameters that require a gradient, and options of the optimizer",
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def compare(transport: Transport, facts: Mapping[str, object], error_type: type[Exception]) -> None:
-    """Raises `error_type` if ranks have different facts, and RankError if a rank has failed."""
+    """Raises `error_type` if ranks have different values, and RankError if a rank has failed."""
     of_ranks = transport.gather(dict(facts))
     for rank, other in enumerate(of_ranks):
         if "error" in other:

@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides if dimension 0 is outermost without gaps, else contiguous strides."""
+    """Channels-last strides if the parameter has them without gaps, else contiguous strides."""
     kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
     if kept is None or not parameter.is_contiguous(memory_format=kept):
         kept = torch.contiguous_format
@@ -151,7 +151,7 @@ class Buckets:
         }
 
     def flat_of(self, i: int, tensor: Tensor) -> Tensor:
-        """The elements of a tensor like a parameter, flat, in the order of the bucket."""
+        """The elements of a tensor in a parameter's shape, flat, in the order of the bucket."""
         view = self.views[i]
         if tensor.stride() != view.stride():
             tensor = torch.empty_like(view).copy_(tensor)

@@ -92,7 +92,7 @@ class Distributed(Ranks):
         """Checks that all ranks have the same setup.
 
         Raises:
-            ValueError: Ranks have different facts.
+            ValueError: Ranks have different settings.
             RankError: A rank has invalid arguments.
 
         """
@@ -120,7 +120,7 @@ class Distributed(Ranks):
 
     @property
     def facts(self) -> Facts:
-        """The facts of the step on which the ranks agreed."""
+        """The facts on which the ranks have agreed for this step."""
         return self.messages.facts
 
     def check_tasks(self, call: Call) -> None:
@@ -159,7 +159,7 @@ class Distributed(Ranks):
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
     def planned(self) -> dict[str, list[object]]:
-        """The facts that the collectives and the update of the next step depend on."""
+        """The settings that the collectives and the update of the next step depend on."""
         named = zip(self.gradients.names, self.parameters, strict=True)
         trains: list[object] = [(name, p.requires_grad, str(p.dtype)) for name, p in named]
         return {"shared parameters that require a gradient": trains, **self._planned()}
@@ -199,7 +199,7 @@ class Distributed(Ranks):
 
     @abstractmethod
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """A tensor for a parameter's `.grad` between two calls whose gradients add up."""
+        """A tensor for a parameter's `.grad` between two calls whose gradients are summed."""
 
     def weight_shard(self, parameter: int) -> Tensor | None:
         """The local elements of a weight, flat; None if every rank has the whole weight."""

@@ -52,10 +52,10 @@ class Failures:
 
         Args:
             number: The number of the step.
-            tell: Tells the other ranks about an exception, and the seconds since the step began.
+            tell: Tells the other ranks about an exception and the seconds since the step began.
 
         Raises:
-            RankError: This rank failed because another rank had failed.
+            RankError: Another rank failed first, or a collective failed or timed out.
 
         """
         self._started = time.monotonic()

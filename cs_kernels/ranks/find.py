@@ -26,7 +26,7 @@ def find_ranks(
 ) -> Ranks:
     """Returns the strategy of the ranks that train a trunk.
 
-    Warns if there are several ranks, but neither a sharded trunk nor a process group names them.
+    Warns if there are several ranks, but no sharded trunk, wrapper or process group names them.
 
     Raises:
         TypeError: `process_group` is not a process group.

@@ -1,9 +1,9 @@
 """Messages between ranks about a step: its tasks, failures, and what its passes discovered.
 
 A message is a few numbers that the hosts exchange in a separate gloo group, so no device waits for
-it. A rank sends one message before its first pass of a step and one after its last pass, before it
-changes a parameter. All messages have the same form, so a rank that fails reports this in its next
-message.
+it. A rank sends one message before its first pass of a step and one after each stage's passes,
+before it changes a parameter. All messages have the same form, so a rank that fails reports this in
+its next message.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Replicated(Distributed):
         late = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         if late and late[0] not in self._buckets.slots:
             raise RuntimeError(
-                "parameters must not be unfrozen within a step on many ranks, got a gradient for"
+                "parameters must not be unfrozen within a step on several ranks, got a gradient for"
                 f" {self.gradients.names[late[0]]}"
             )
         if late:

@@ -142,7 +142,7 @@ class Sharded(Distributed):
         return super().note(task)
 
     def _keep_norms(self) -> None:
-        """Copies the normalizations' new gradients, which alias a buffer of all gradients."""
+        """Copies the normalizations' new gradients, since they alias a buffer of all gradients."""
         grads = [(p, p.grad) for p in self._of_norms if p.grad is not None]
         new = {p: grad for p, grad in grads if self._kept.get(p) is not grad}
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -175,7 +175,7 @@ class Sharded(Distributed):
         return first * row, last * row
 
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """Describes a weight, which is contiguous: `fully_shard` requires this."""
+        """Describes a weight, which `fully_shard` requires to be contiguous."""
         shape = self.parameters[parameter].shape
         outer = shape[0] // groups if out_channel_dim == 1 else 1
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])

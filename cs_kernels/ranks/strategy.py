@@ -22,7 +22,7 @@ class RankError(RuntimeError):
 
 
 class Call(NamedTuple):
-    """The facts of a step that must be equal on all ranks."""
+    """The facts of a step that a rank sends; all but `passes` must be equal on all ranks."""
 
     number: int
     """The number of steps made before this one."""
@@ -41,14 +41,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """The facts that must be equal on all ranks, before the first step and in every step."""
+    """What ranks compare before the first step and in every step, and the trunk they train."""
 
     facts: Callable[[], Mapping[str, object]]
     """Descriptions of the arguments, by name."""
     trunk: Trunk
     """The trunk, whose discoveries are merged over the ranks."""
     planned: Callable[[], dict[str, list[object]]]
-    """Facts of the next step that may change between steps, by name."""
+    """Settings of the next step that may change between steps, by name."""
     checksums: Callable[[], dict[str, int]]
     """By parameter name, a number that changes with the parameter's values."""
     factor_is_hidden: bool
@@ -58,7 +58,7 @@ class Training:
 class Ranks(Storage):
     """The strategy of a single process: collectives are no-ops.
 
-    `Distributed` has the same methods for many ranks. A step runs inside `together` and calls
+    `Distributed` has the same methods for several ranks. A step runs inside `together` and calls
     `begin`. Each stage of the step calls `expect`; then for each task `last_backward` and `collect`
     (or `note` if gradients add up, or `skip` if only other ranks have labels); and then `average`.
     After an exception, the step calls `recover`.
@@ -73,7 +73,7 @@ class Ranks(Storage):
     size = 1
     is_distributed = False
     passes_are_counted = False
-    """Whether every backward pass has collectives, so that all ranks need equally many passes."""
+    """Whether every backward pass has collectives, so that all ranks need the same number."""
     passes = 1
     """The maximum of `Call.passes` over the ranks, once a step has begun."""
     scale = 1.0
@@ -92,14 +92,14 @@ class Ranks(Storage):
     def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
         return Reach(shared, tasks)
 
-    # --- once ---
+    # --- once per training run ---
 
     def building(self) -> contextlib.AbstractContextManager[None]:
         """Wraps argument checks, so that other ranks do not wait for a rank whose checks fail."""
         return contextlib.nullcontext()
 
     def agree(self, training: Training) -> None:
-        """Checks that all ranks have the same setup; keeps the facts to compare in each step."""
+        """Checks that all ranks have the same setup; keeps what is compared in each step."""
 
     def close(self) -> None:
         """Re-enables the reductions of DistributedDataParallel wrappers."""

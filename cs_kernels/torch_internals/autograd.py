@@ -53,7 +53,7 @@ class Reached(NamedTuple):
 
     @property
     def inner(self) -> set[Any]:
-        """The nodes that save tensors, which a backward pass frees: all but the leaves' nodes."""
+        """The nodes whose saved tensors a backward pass frees: all but the leaves' nodes."""
         return {node for node in self.nodes if not is_leaf(node)}
 
 
@@ -103,7 +103,7 @@ def reached_parameters(loss: Tensor) -> Parameters:
 
 
 def _forget_hooks(leaf: Tensor) -> None:
-    """Removes the dictionary of a leaf's hooks if it is empty: autograd would still read it."""
+    """Removes the dictionary of a leaf's hooks if it is empty; autograd would still read it."""
     if not leaf._backward_hooks:
         leaf._backward_hooks = None
 

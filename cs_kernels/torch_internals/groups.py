@@ -17,7 +17,7 @@ def names_are_counted(ranks: int) -> bool:
     """Whether a new group of this many ranks gets a name that no earlier group has had.
 
     Torch numbers the groups that all ranks make together. Before 2.14, any other group's name
-    depends on the number of existing groups: a new group may reuse a destroyed group's name, and
+    depends on the number of existing groups, so a new group may reuse a destroyed group's name, and
     find its entries in the store.
     """
     return ranks == dist.get_world_size() or torch.__version__ >= "2.14"

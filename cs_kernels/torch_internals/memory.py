@@ -1,7 +1,12 @@
 """Detects gradients whose memory something else holds."""
 
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _OWN_HOLDERS = 2
 """The references to a storage that nothing else holds: the tensor's, and the Python object's."""
@@ -20,3 +25,58 @@ def is_in_foreign_memory(grad: Tensor) -> bool:
     if storage.nbytes() > grad.numel() * grad.element_size():
         return True
     return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
+
+
+class _Holders(NamedTuple):
+    """The numbers of references to a gradient and to its memory."""
+
+    python: int
+    tensor: int
+    base: int
+    """Of the tensor that the gradient is a view of; 0 without one."""
+    storage: int
+
+
+def _holders(grads: tuple[Tensor | None, ...]) -> _Holders:
+    grad = grads[0]
+    assert grad is not None
+    base, storage = grad._base, grad.untyped_storage()
+    count: Any = Tensor._use_count  # type: ignore[attr-defined]
+    return _Holders(
+        sys.getrefcount(grad),
+        count(grad),
+        0 if base is None else count(base),
+        torch._C._storage_Use_Count(storage._cdata),
+    )
+
+
+@cache
+def lone_holders() -> frozenset[_Holders]:
+    """The references that a hook sees to a gradient that autograd alone holds.
+
+    They are counted in two backward passes, because they differ between versions of Python and of
+    torch: one gradient is a whole tensor, one a view.
+    """
+    found = set[_Holders]()
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(2, 2, device="cpu", requires_grad=True)
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+        with node.register_prehook(lambda grads: found.add(_holders(grads))):
+            (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
+            functional.linear(leaf.detach(), leaf).sum().backward()  # type: ignore[no-untyped-call]
+    return frozenset(found)
+
+
+def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether autograd alone holds the gradient that it passes to a hook before accumulation.
+
+    Args:
+        grads: The hook's argument. The hook must not hold the gradient by another name.
+
+    """
+    grad = grads[0]
+    if type(grad) is not Tensor or grad.layout is not torch.strided or not all(grad.stride()):
+        return False
+    whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    del grad
+    return whole and hasattr(Tensor, "_use_count") and _holders(grads) in lone_holders()

@@ -23,7 +23,7 @@ class Layer:
     weight: nn.Parameter
     out_channel_dim: int
     groups: int
-    """The groups of a transposed convolution; 1 for other layers, with `out_channel_dim` 0."""
+    """The groups of a transposed convolution; 1 for layers with `out_channel_dim` 0."""
     norm_name: str
     norms: tuple[nn.Module, ...]
     """One per task."""
@@ -62,7 +62,7 @@ class LayerLists(NamedTuple):
         return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
 
     def gammas(self) -> list[Tensor]:
-        """[O] per normalization, layer by layer: gamma, ones if the normalization has no scale.
+        """[O] per normalization, layer by layer: gamma, or ones if the normalization has no scale.
 
         Raises:
             StaleLayoutError: The layout is out of date.

@@ -139,8 +139,8 @@ def checked_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> Ove
             continue
         if weight.dim() < 2 or weight.is_complex():
             raise ValueError(
-                f"layers must name layers with real output channels, got {layer!r} with a"
-                f" {weight.dtype} weight of shape {tuple(weight.shape)}"
+                "layers must name layers with a real-valued weight of at least 2 dimensions,"
+                f" got {layer!r} with a {weight.dtype} weight of shape {tuple(weight.shape)}"
             )
         follower = modules.get(norm)
         if not isinstance(follower, TaskBatchNorm):

@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter not reached by all tasks: the tasks that reached it, or had a pass."""
+        """By parameter that not all tasks reach: the tasks that reach it, and those with a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

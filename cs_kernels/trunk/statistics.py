@@ -24,7 +24,7 @@ def _running_statistics(modules: Sequence[Buffers]) -> list[Tensor]:
 
 
 def _writable(buffer: Tensor) -> bool:
-    """Whether a buffer can be written in place, as it is neither expanded nor sparse."""
+    """Whether a buffer is neither expanded nor sparse, so that it can be written in place."""
     if buffer.layout is not torch.strided:
         return False
     return all(
@@ -37,7 +37,7 @@ def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes through `.data`: an increased version would break graphs that saved the tensors."""
+    """Writes through `.data`, since a new version would break graphs that saved the tensors."""
     pairs = list(zip(tensors, copies, strict=True))
     alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
     if alike and not any(t.is_conj() or t.is_neg() for t in tensors):

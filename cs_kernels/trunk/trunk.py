@@ -158,7 +158,7 @@ class Trunk:
         self.of_norms = [p for norm in self.norms for p in norm.parameters()]
         """The parameters of `norms`."""
         self._unoptimized = [p for p in self.of_norms if p not in optimized]
-        # Only the first normalization's, for speed: most parameters belong to normalizations.
+        # For speed, leaves out all normalizations but one: most parameters belong to them.
         others = {p for norm in self.norms[1:] for p in norm.parameters()}
         self.witnesses = [p for p in optimizer_parameters if p not in others]
         """The parameters whose gradients show whether a closure writes to `.grad`."""
@@ -203,7 +203,7 @@ class Trunk:
     def rewatch_new_layers(self, watched: bool) -> None:
         """Watches the next passes if a layer first ran in an unwatched pass.
 
-        In a compiled network, no hook runs; the first gradient of the layer's weight shows it.
+        In a compiled network, no hook runs, but the weight's first gradient shows the first run.
         """
         if self.reach.has_new and not watched:
             self.watcher.forget()
@@ -256,7 +256,7 @@ class Trunk:
         return cached[1]
 
     def forget_layout(self) -> None:
-        """Finds the layers anew: parameters were frozen, or normalizations replaced."""
+        """Makes `layout` find the layers anew: parameters or normalizations may have changed."""
         self._layouts.pop("update", None)
 
     def coverage(self) -> Coverage:
@@ -283,7 +283,7 @@ class Trunk:
             )
 
     def require_covered(self, method: object) -> None:
-        """Raises if no layer is prioritized; layers that one task alone reaches count."""
+        """Raises if no layer is prioritized; layers that only one task reaches also count."""
         if self._covered_version == self.watcher.version:
             return
         layout = self.whole_layout()

@@ -115,7 +115,7 @@ class _FirstRunHook(LocalHook):
         self._watcher = weakref.ref(watcher)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # The weight's first gradient will show it.
+        if torch.compiler.is_compiling():  # The weight's first gradient will show this run.
             return
         watcher = self._watcher()
         if watcher is not None and watcher.thread == threading.get_ident():

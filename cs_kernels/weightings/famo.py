@@ -32,11 +32,11 @@ class FAMO(LastLosses):
     with a closure that needs gradients, such as for a gradient penalty, because it would raise. If
     a closure raises in this evaluation, the step still counts, and the logits are unchanged. With
     `reevaluate=False`, a task's loss in its next step replaces its loss after this step. Calls of
-    `backward`, many ranks and captured steps need `reevaluate=False`.
+    `backward`, training on several ranks and captured steps need `reevaluate=False`.
 
     In `backward`, on one process without micro-batches, the weights use the losses of this step,
     after the logits have learned from them. In `step`, the weight of a task uses the task's own
-    loss in this step, and the other tasks' last losses. On many ranks or with micro-batches, the
+    loss in this step, and the other tasks' last losses. On several ranks or with micro-batches, the
     weights use all tasks' last losses. The loss being weighed replaces missing last losses.
 
     If a loss is below its minimum, all weights are NaN. A task with a non-finite loss is left out

@@ -15,7 +15,7 @@ from cs_kernels.weightings.last_losses import on_device
 from cs_kernels.weightings.weighting import Weighting, weighed
 
 _LEAST = 1e-3
-"""The smallest weight after an Adam step; training would increase a loss of negative weight."""
+"""The smallest weight after an Adam step; a negative one would make training increase the loss."""
 
 
 class GradNorm(Weighting):

@@ -37,7 +37,7 @@ class LastLosses(Weighting):
     """Weighs each loss by the losses of all tasks of the step.
 
     A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
-    the other tasks' losses are unknown; on many ranks or with micro-batches, all losses are
+    the other tasks' losses are unknown; on several ranks or with micro-batches, all losses are
     unknown. The loss being weighed replaces missing last losses. A non-finite loss is replaced by
     the task's last loss or, if there is none, by the mean of the finite losses.
     """

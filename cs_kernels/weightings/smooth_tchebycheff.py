@@ -31,12 +31,12 @@ class SmoothTchebycheff(LastLosses):
 
     In `backward`, on one process without micro-batches, the weights use the losses of this step. In
     `step`, the weight of a task uses the task's own loss in this step, and the other tasks' last
-    losses. On many ranks or with micro-batches, the weights use all tasks' last losses. In the
+    losses. On several ranks or with micro-batches, the weights use all tasks' last losses. In the
     first step, these are missing, so each rank and micro-batch uses its own loss: if the losses of
     n micro-batches are divided by n, their weights are n times as large.
 
     Args:
-        mu: The smoothness of the maximum; near 0, it is the largest L_i / n_i.
+        mu: The smoothness; near 0, almost all weight goes to the task with the largest L_i / n_i.
         warmup: The epoch whose mean losses are the nadirs, counted from 0.
 
     Raises:

@@ -31,8 +31,8 @@ class Weighting(Stateful, ABC):
         Args:
             task: The task.
             loss: The task's loss, with its autograd graph.
-            step: The tasks that take part, and the step number. On many ranks, the losses are this
-                rank's own; `observe` gets their means.
+            step: The tasks that take part, and the step number. On several ranks, the losses are
+                this rank's own; `observe` gets their means.
 
         """
 

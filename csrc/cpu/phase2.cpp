@@ -108,8 +108,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// Whether lines that are read only once are prefetched without displacing lines that are read again
-// from the caches. This is faster on AMD's EPYC, but a third slower on Intel's Xeon.
+// Whether lines that are read only once are prefetched without displacing other lines from the
+// caches. This is faster on AMD's EPYC, but a third slower on Intel's Xeon.
 bool prefetches_once() {
 #ifdef CS_X86_64
   static const bool once = __builtin_cpu_is("amd") != 0;

@@ -350,7 +350,7 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t 
   const auto first = static_cast<std::uint64_t>(index);
   const std::uint64_t to_next = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
   const std::int64_t same =
-      smaller(n, static_cast<std::int64_t>(to_next)); // elements with the same high index half
+      smaller(n, static_cast<std::int64_t>(to_next)); // elements whose indices share the high half
   const RandomWords numbers(key, first);
   for (std::int64_t i = 0; i < same; ++i)
     out[i] = numbers.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
@@ -360,7 +360,7 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t 
 }
 
 // Computes the sum of each sign and chooses one of the two, in a panel that stays in L1. Adding
-// zero times the whole sum propagates NaN and infinity.
+// zero times the whole sum gives NaN if any gradient is infinite or NaN.
 template <class Type, bool kLeaky>
 void drop_signs_of(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
                    std::int64_t index, std::int64_t n, bool stream, void* out) {

@@ -24,8 +24,8 @@ struct RowKernels {
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. Streams only if `out` is
-  // aligned to cache lines.
+  // Reads count * n, writes n. Squares of 16-bit elements may be up to 1e37. Streams only if `out`
+  // is aligned to cache lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, NextRow next);
 

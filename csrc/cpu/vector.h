@@ -118,7 +118,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
   }
 
   // Replaces each lane that differs in sign from the guide's lane by the guide's lane, unless that
-  // is zero. Adding zero times both propagates NaN and infinity.
+  // is zero. Adding zero times both gives NaN if either is infinite or NaN.
   CS_INLINE void take_signs(const Vector& guide) {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
       const Part x = part[i];
@@ -327,8 +327,8 @@ using Float64 = Unconverted<Doubles>;
 using Float32 = Converted<float, Doubles, load_widened, to_floats, INT64_MAX>;
 // Twice as many lanes, for products that may be rounded.
 using Float32InFloat = Unconverted<Floats>;
-// A product of two 16-bit numbers is exact in float; a lane adds up 16 products before the sum
-// continues in double.
+// A product of two 16-bit numbers is exact in float, unless it overflows or underflows; a lane adds
+// up 16 products before the sum continues in double.
 template <auto kWiden, auto kNarrow>
 using Bits16 = Converted<std::uint16_t, Floats, kWiden, kNarrow, 16 * std::int64_t{Floats::kLanes}>;
 using BFloat16 = Bits16<load_bfloat16, to_bfloat16>;

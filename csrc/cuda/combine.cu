@@ -271,7 +271,7 @@ combine_kernel(CombineLaunch launch) {
         const Wide<T> x = totals[n][e];
         const Wide<T> g = guide[n][e];
         const bool differs = (g > 0 && !(x > 0)) || (g < 0 && !(x < 0));
-        // Adding zero times both keeps infinities and NaN from being dropped.
+        // Adding zero times both gives NaN if either is infinite or NaN, chosen or not.
         totals[n][e] = (differs ? g : x) + 0 * (x + g);
       }
     }
@@ -321,7 +321,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
         const Wide<T> u = numbers.at(static_cast<std::uint32_t>(number));
         const Wide<T> p = positive[n][e];
         const bool chosen = u * (p - negative[n][e]) < p;
-        // Adding zero times the other sum keeps its infinities and NaN from being dropped.
+        // Adding zero times the other sum gives NaN if that sum is infinite or NaN.
         positive[n][e] = chosen ? p + leaked_negative[n][e] + 0 * negative[n][e]
                                 : negative[n][e] + leaked_positive[n][e] + 0 * p;
       }

@@ -37,7 +37,7 @@ std::size_t memory(std::int32_t tasks, int warps) {
   return static_cast<std::size_t>(solvers::workspace_size(tasks, warps)) * sizeof(double);
 }
 
-// The warps per block: UPGrad solves one problem per task, the other methods solve a single one.
+// The warps per block: UPGrad solves one problem per task; the other methods solve a single one.
 int warps(Solver solver, std::int32_t tasks) {
   int found = 1;
   if (solver == Solver::upgrad)

@@ -26,7 +26,7 @@ CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
 // The type of a thread's sums and products over a few vectors; totals are in float64.
 template <class T> using Wide = decltype(widened(T{}));
-// The type of a weight's squares; it is wide because two tasks' strengths can be close.
+// The type of a weight's squares; double for float32, because two tasks' strengths can be close.
 template <class T> using Square = std::conditional_t<sizeof(T) >= 4, double, float>;
 
 template <class T> CS_DEVICE T narrowed(Wide<T> x) {

@@ -59,17 +59,17 @@ def _options() -> argparse.Namespace:
         help="default: 0 1 2, and 0 alone for scaling and order on the small set",
     )
     parser.add_argument("--only", help="a part of scaling, such as nyud/resnet18")
-    parser.add_argument("--out", type=Path, help="default: examples/out/paper, or .../small there")
+    parser.add_argument("--out", type=Path, help="default: examples/out/paper, or small in it")
     parser.add_argument(
-        "--jobs", type=_at_least(1), help="runs at once; default: 1 on GPUs, else the cores"
+        "--jobs", type=_at_least(1), help="runs at once; default: 1 on GPUs, else one per core"
     )
     parser.add_argument("--ranks", type=_at_least(1), help="processes, or GPUs, of each run")
-    parser.add_argument("--epochs", type=_at_least(1), help="other than published")
+    parser.add_argument("--epochs", type=_at_least(1), help="default: as published")
     parser.add_argument(
         "--workers", type=_at_least(0), help="processes that read pictures, for each run"
     )
     parser.add_argument("--amp", choices=["bfloat16", "float16"], help="mixed precision")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the trunk")
+    parser.add_argument("--compile", action="store_true", help="compile the trunk")
     parser.add_argument(
         "--plan", action="store_true", help="print what is missing and about how long it takes"
     )
@@ -102,7 +102,7 @@ def main() -> None:
         chosen = [part for part in parts if part.published.startswith(options.only or "")]
         if not chosen:
             known = ", ".join(part.published for part in parts)
-            raise SystemExit(f"--only must begin one of {known}, got {options.only!r}")
+            raise SystemExit(f"--only must be the start of one of {known}, got {options.only!r}")
         return chosen
 
     parts = make("nyud" if options.table == "time" else options.table)
@@ -124,7 +124,7 @@ def main() -> None:
         elif runs:
             run_all(runs, place, jobs, console)
     except (OSError, ValueError, FailedRunsError) as error:
-        # Caused by arguments, data or a killed run, which need no traceback.
+        # Errors of arguments, of data and of killed runs need no traceback.
         raise SystemExit(str(error)) from error
     if options.table == "time":
         tables.write_time(rows, parts[0], out, console, small=small)

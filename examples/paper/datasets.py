@@ -153,7 +153,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         self.names: list[str] = self._find()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the augmentation; call this before requesting the epoch's first batch.
+        """Sets the epoch of the augmentation; call this before requesting the epoch's first batch.
 
         A DataLoader's workers see the new epoch too, even persistent ones.
         """
@@ -229,7 +229,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
         pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
         if not whole:
-            # Bicubic weights overshoot.
+            # Bicubic interpolation overshoots.
             pixels = _interpolated(pixels, window, self.size, self.picture_mode).clamp(0, 1)
         item = {"picture": mirrored(pixels)}
         for name, task in self.tasks.items():
@@ -262,7 +262,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
     def _require(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; {self._source()}")
+            raise FileNotFoundError(f"{folder} is not a folder; {self._source()}")
 
     def _source(self) -> str:
         return f"the README of {SOURCES[self.name]} describes the archive"
@@ -495,7 +495,7 @@ def open_dataset(
         name: "nyud", "pascal" or "cityscapes".
         root: The folder that contains NYUD_MT, PASCAL_MT or cityscapes.
         split: "train" or "val".
-        size: Height and width to which pictures and targets are resized; None is the published one.
+        size: Height and width to which pictures and targets are resized; None for the published.
         augment: Whether pictures are enlarged by 1, 1.2 or 1.5 and mirrored with probability 0.5.
         seed: The seed of the augmentation, not negative.
 
@@ -572,7 +572,7 @@ def _parts(path: Path) -> list[tuple[np.ndarray, int]]:
 
 
 def _check_shape(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    # Published code resizes such labels. In these archives, labels have their pictures' sizes.
+    # Published code resizes labels of other sizes; in these archives, all have the picture's size.
     if array.shape != shape:
         raise ValueError(
             f"{path} has shape {list(array.shape)}, expected {list(shape)} for a picture of "

@@ -153,8 +153,8 @@ class Run:
     def task_norm(self) -> bool:
         """Whether batch normalization is task-specific.
 
-        On NYUD-v2 and PASCAL-Context, it is in all rows, since the paper compares methods on the
-        same network.
+        On NYUD-v2 and PASCAL-Context, it is in all multi-task rows, since the paper compares
+        methods on the same network.
         """
         if self.row == SINGLE:
             return False

@@ -13,7 +13,7 @@ def loss(task: Task, prediction: Tensor, target: Tensor) -> Tensor:
     """The loss of one prediction [B, channels, H, W]; targets have the formats of `Task`.
 
     The loss is cross-entropy for classes, balanced cross-entropy for edges and saliency, and L1 for
-    depth and normals, whose predictions are first normalized. It is 0 if no pixel is known.
+    depth and (after normalizing predictions) for normals. It is 0 if no pixel is known.
     """
     known = target != IGNORE
     if task.kind == "classes":

@@ -120,9 +120,10 @@ class Normals(_Sums):
 
 
 class Saliency(_Sums):
-    """The best over 15 thresholds of the mean IoU, and of the F score of the means, in percent.
+    """The best mean IoU and F score over 15 thresholds, in percent.
 
-    Means are over pictures. An empty prediction of an empty target has an IoU of 1.
+    Means are over pictures; the F score is computed from mean precision and mean recall. An empty
+    prediction of an empty target has an IoU of 1.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -60,7 +60,7 @@ class Network(nn.Module):
             softmax, no sigmoid, and normals are not normalized.
 
         Raises:
-            ValueError: A task is not one of the network.
+            ValueError: The network does not have a task.
 
         """
         chosen = list(self.heads) if tasks is None else list(tasks)

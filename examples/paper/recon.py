@@ -39,7 +39,7 @@ class TaskModule(cs.nn.TaskBatchNorm):
     """One copy of a layer per task; only the active task's copy runs.
 
     This works for any layer: `MultiTaskOptimizer.step`, `cs.nn.active_task` and
-    `cs.nn.extract_task` choose the copy like a task's normalization.
+    `cs.nn.extract_task` choose the copy as they choose a task's normalization.
     """
 
 

@@ -81,7 +81,7 @@ class Place:
             differences = "the data"
         if differences:
             raise ValueError(
-                f"{folder} is of another run: delete it, or choose another folder with --out:"
+                f"{folder} belongs to another run: delete it, or choose another folder with --out:"
                 f" expected and found {differences}"
             )
         return result.exists()
@@ -94,7 +94,7 @@ class Place:
             gpu: The only GPU that the process sees, as in CUDA_VISIBLE_DEVICES; None for all GPUs.
 
         Raises:
-            RuntimeError: The process failed.
+            RuntimeError: The process failed, or the run that this one needs has failed.
 
         """
         start, folder = time.perf_counter(), self.folder(run)
@@ -105,7 +105,7 @@ class Place:
         if (needed := run.needs()) is not None:
             conflicts = self.folder(needed) / "conflicts.json"
             if not conflicts.exists():
-                raise RuntimeError(f"{run.name} needs {conflicts}, of a run that has failed")
+                raise RuntimeError(f"{run.name} needs {conflicts}, but its run has failed")
             arguments += ["--conflicts", str(conflicts)]
         log = folder / "log.txt"
         if (ranks := run.settings.ranks) > 1:
@@ -115,7 +115,7 @@ class Place:
                 ended = subprocess.run([sys.executable, *command], stdout=file, stderr=file)
             code = ended.returncode
         else:
-            # A forked process has its modules imported, which takes longer than a small run.
+            # A forked process has its modules already: imports take longer than a small run.
             process = CONTEXT.Process(target=_train_here, args=(arguments, log, self.threads, gpu))
             with ONE_THREAD:
                 process.start()

@@ -61,7 +61,7 @@ class _Maps:
 def make_small(
     root: Path, name: str, *, train: int = 32, val: int = 12, size: tuple[int, int] = (64, 64)
 ) -> None:
-    """Write a small data set that `open_dataset(name, root, ...)` opens.
+    """Writes a small data set that `open_dataset(name, root, ...)` opens.
 
     Crops have the proportions of `size` and a short side of 128 pixels, or less in a narrower
     region of the photograph. Training crops come alternately from its left and right regions, the

@@ -22,7 +22,7 @@ class Task:
     weight: float = 1.0
     """The loss weight in the tables with weights tuned by hand."""
     edge_weight: float | None = None
-    """The weight of the pixels on edges; the others have 1 minus it."""
+    """The weight of the pixels on edges; the others have 1 minus this weight."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ ANGLES = [
 ]
 
 TASKS: dict[str, dict[str, Task]] = {
-    # The order of the paper's main results in Phase 1.
+    # The order of the tasks in Phase 1 is that of the paper's main results.
     "nyud": {
         "semseg": Task("classes", 40),
         "depth": Task("depth", 1),

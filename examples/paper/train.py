@@ -176,9 +176,9 @@ class Training:
                 process_group=dist.group.WORLD if self.ranks > 1 else None,
             )
         elif self.ranks > 1 or settings.amp:
-            raise ValueError(f"{run.row} runs in one process, without mixed precision")
+            raise ValueError(f"{run.row} must run in one process, without mixed precision")
         self.counted_epochs = 0
-        """The first epochs of a run in which conflicts are counted for Recon."""
+        """The number of epochs, from the first on, in which conflicts are counted for Recon."""
         if how.method is cs.Sum and how.options.get("separate") and not how.recon:
             self.counted_epochs = max(1, round(recon.SHARE * settings.epochs))
 
@@ -399,7 +399,7 @@ class Training:
             raise ValueError(f"{path} cannot be read: delete it to begin anew") from error
         if state["data"] != self.data:
             raise ValueError(
-                f"{path} is of other data, {state['data']}, got {self.data}: choose another --out"
+                f"{path} is from other data, {state['data']}, got {self.data}: choose another --out"
             )
         if state["epoch"] < self.counted_epochs:
             self.opt.count_conflicts(recon.THRESHOLD)
@@ -481,7 +481,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data sets")
     parser.add_argument("--conflicts", type=Path, help="for Recon: conflicts.json of another run")
     parser.add_argument(
-        "--ends-with", type=int, help="a process: when it ends, however, so does this one"
+        "--ends-with", type=int, help="the id of a process with which this one ends"
     )
     options = parser.parse_args(arguments)
     if options.ends_with is not None:

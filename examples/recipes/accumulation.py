@@ -1,6 +1,6 @@
 """Gradient accumulation: surgery happens once, on the gradients of all micro-batches.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12.
+In float64, parameters and running statistics match those of a plain loop to within 1e-12.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
 
 
 def train_unnormalized(epochs: int = 4) -> tuple[Network, list]:
-    """Without it: one forward pass for all tasks; only the last micro-batch updates."""
+    """Without normalization: one forward pass for all tasks; only the last micro-batch updates."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

@@ -1,6 +1,6 @@
 """Activation checkpointing: each backward pass recomputes the trunk's activations.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12, if the plain
+In float64, parameters and running statistics match those of a plain loop to within 1e-12, if that
 loop also updates the statistics twice, as torch does when it recomputes.
 """
 

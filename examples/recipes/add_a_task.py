@@ -1,6 +1,6 @@
 """Adds a task in the middle of training: normalization, head, and a new MultiTaskOptimizer.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12.
+In float64, parameters and running statistics match those of a plain loop to within 1e-12.
 """
 
 import copy
@@ -37,7 +37,7 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
             new = cs.nn.add_task(network.trunk, "normals", like="depth")
             network.heads["normals"] = copy.deepcopy(network.heads["depth"])
             new += network.heads["normals"].parameters()
-            # The torch optimizer stays, and keeps the moments of all other parameters. The old
+            # The torch optimizer keeps its state: the moments of all other parameters. The old
             # MultiTaskOptimizer's state has two tasks, and cannot be loaded for three.
             adam.add_param_group({"params": new})
             tasks = [*TASKS, "normals"]

@@ -1,7 +1,7 @@
 """DeepSpeed's engine (ZeRO stages 0 to 2) with task weights; its loop does not change.
 
 Start it with deepspeed --num_gpus=2 balanced_deepspeed.py, or with torchrun. Parameters agree to
-1e-6 with those of one process without DeepSpeed that trains with whole batches.
+1e-6 with those of a single process that trains on whole batches without DeepSpeed.
 """
 
 import deepspeed

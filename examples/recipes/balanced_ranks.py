@@ -1,7 +1,7 @@
-"""Task weights on many processes, with DistributedDataParallel or fully_shard.
+"""Task weights on several processes, with DistributedDataParallel or fully_shard.
 
-Start it with torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of
-one process on whole batches to 1e-4, and the task weights of all ranks are bit-equal.
+Start it with torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters match those of
+one process on whole batches to within 1e-4, and the task weights of all ranks are bit-equal.
 """
 
 import argparse

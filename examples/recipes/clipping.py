@@ -4,7 +4,7 @@ Clip before surgery if one task's outliers should not determine the update's dir
 surgery if the update's length needs a bound: call `clip_grad_norm_` after `opt.backward`, or use a
 hook with `opt.step`, which steps the torch optimizer itself.
 
-In float64, parameters and running statistics equal those of plain loops to 1e-12.
+In float64, parameters and running statistics match those of plain loops to within 1e-12.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """torch.compile of the trunk: one graph per task, from the second step on.
 
-In float64, parameters and running statistics equal those of an uncompiled plain loop to 1e-12.
+In float64, parameters and running statistics match an uncompiled plain loop's to within 1e-12.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Exports one task's network, without task-specific normalization, with torch.export.
 
-In float64, outputs of the exported program equal those of the converted network, with this task
-active, to 1e-12. The state dict has the same keys as the trunk's before the conversion.
+In float64, outputs of the exported program match those of the converted network, with this task
+active, to within 1e-12. Its state dict has the keys of the trunk's before the conversion.
 """
 
 import torch

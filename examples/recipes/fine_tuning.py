@@ -1,8 +1,8 @@
 """A complete fine-tuning loop that protects the loss on an old text.
 
 The loop has two micro-batches per update, autocast, clipping, a cosine schedule, a log of
-conflicts, and checkpoints; it skips updates with a non-finite loss. In float64, parameters equal
-those of a plain loop to 1e-12, whether or not the run was resumed.
+conflicts, and checkpoints; it skips updates with a non-finite loss. In float64, parameters match
+those of a plain loop to within 1e-12, whether or not the run was resumed.
 """
 
 from pathlib import Path

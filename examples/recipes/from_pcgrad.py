@@ -1,7 +1,7 @@
 """The same training twice: with PCGrad written by hand, and with cs_kernels instead.
 
-With two tasks, PCGrad's random order has no effect: in float64, parameters of the two loops are
-equal to 1e-12.
+With two tasks, PCGrad's random order has no effect: in float64, parameters of the two loops agree
+to within 1e-12.
 """
 
 import torch

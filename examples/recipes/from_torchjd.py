@@ -1,7 +1,7 @@
 """The same training twice: with TorchJD, and with cs_kernels instead.
 
-TorchJD adds a small number (reg_eps, 1e-4) to the diagonal of the normalized Gramian, cs_kernels
-does not: in float64, parameters of the two loops are equal to 1e-3, with reg_eps=1e-12 to 1e-10.
+TorchJD adds a small number (reg_eps, 1e-4) to the diagonal of the normalized Gramian; cs_kernels
+does not. In float64, parameters of both loops agree to 1e-3, or to 1e-10 with reg_eps=1e-12.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Mixed precision: autocast inside the closure, and a GradScaler for float16.
 
-Parameters and running statistics equal those of a plain loop with the same autocast and scaler to
-1e-6.
+Parameters and running statistics match those of a plain loop with the same autocast and scaler to
+within 1e-6.
 """
 
 import argparse

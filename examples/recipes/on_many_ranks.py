@@ -1,4 +1,4 @@
-"""Training on many processes, each with its part of every batch.
+"""Training on several processes, each with its part of every batch.
 
 Start it with torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
 statistics agree to 1e-12 with those of a plain loop that runs every part separately and averages
@@ -28,7 +28,7 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains; only the process group differs from a single process."""
+    """Trains as in a single process, except that there is a process group."""
     network = make_network()  # From the same seed on all ranks, or from a checkpoint.
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)

@@ -1,6 +1,6 @@
 """Batches with labels for some tasks: other tasks' parameters and statistics stay unchanged.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12.
+In float64, parameters and running statistics match those of a plain loop to within 1e-12.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A physics-informed network: Adam with surgery first, then L-BFGS on the sum of the losses.
 
 u'' + u = 0 on [0, 6] with u(0) = 0 and u'(0) = 1 has the solution sin x. In float64, the parameters
-after Adam equal those of a plain loop to 1e-10.
+after Adam match those of a plain loop to within 1e-10.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A training loop: conversion, two phases, a checkpoint, and predictions of one task.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12, whether or not
-the run was resumed.
+In float64, parameters and running statistics match those of a plain loop to within 1e-12, whether
+or not the run was resumed.
 """
 
 import argparse

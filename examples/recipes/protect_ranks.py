@@ -1,7 +1,7 @@
-"""Protects an old objective on many processes with fully_shard; its gradient is sharded, too.
+"""Protects an old objective on several processes with fully_shard; its gradient is sharded, too.
 
-Start it with torchrun --nproc-per-node=2 protect_ranks.py. In float64, parameters equal those of
-one process on whole batches to 1e-12.
+Start it with torchrun --nproc-per-node=2 protect_ranks.py. In float64, parameters match those of
+one process on whole batches to within 1e-12.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The Trainer of transformers learns a new text, with the loss on an old text protected.
 
 Every fourth update makes a forward and a backward pass of the old text, in its last micro-batch.
-The whole decoder is the trunk, so that its head is protected, too. In float64, parameters equal
-those of a plain loop to 1e-12. A resumed run is bit-equal to an uninterrupted one.
+The whole decoder is the trunk, so that its head is protected, too. In float64, parameters match
+those of a plain loop to within 1e-12. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile

@@ -1,7 +1,7 @@
 """Several torch optimizers: Muon for the trunk's matrices, AdamW for all other parameters.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12, whether or not
-the run was resumed.
+In float64, parameters and running statistics match those of a plain loop to within 1e-12, whether
+or not the run was resumed.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Surgery on the last shared layer only; the layers before it get the plain sum.
 
-PCGrad then stores K gradients of one layer, not of the whole trunk. In float64, parameters equal
-those of a plain loop to 1e-12.
+PCGrad then stores K gradients of one layer, not of the whole trunk. In float64, parameters match
+those of a plain loop to within 1e-12.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Logs each step's report, from `opt.report()`, to TensorBoard.
 
-Reports do not change training: in float64, parameters and running statistics equal those of a plain
-loop to 1e-12. Show the logs with tensorboard --logdir runs
+Reports do not change training: in float64, parameters and running statistics match those of a plain
+loop to within 1e-12. Show the logs with tensorboard --logdir runs
 """
 
 import argparse

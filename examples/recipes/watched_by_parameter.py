@@ -1,6 +1,6 @@
 """Logs gradients and surgery of every parameter to TensorBoard or Weights & Biases.
 
-Logging does not change training: in float64, parameters equal those of a plain loop to 1e-12. Show
+Logging does not change training: in float64, parameters match a plain loop's to within 1e-12. Show
 the logs with tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
 """
 
@@ -23,7 +23,7 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
     if kind == "wandb":
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)  # Otherwise, W&B uses another.
+        folder.mkdir(parents=True, exist_ok=True)  # Otherwise, W&B uses another one.
         with wandb.init(project="recipes", mode="offline", dir=folder) as run:
             yield lambda step, values: run.log(values, step)
     else:
@@ -51,7 +51,7 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
             for j, other in zip(rows[:i], report.tasks, strict=False):
                 values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
     floats = torch.stack([*values.values()]).tolist()  # Synchronizes once.
-    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # NaN: frozen.
+    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # NaN if frozen.
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:

@@ -1,6 +1,6 @@
 """Two loss weightings that change during training, with logs of their weights and checkpoints.
 
-In float64, parameters equal those of a plain loop to 1e-12. A resumed run is bit-equal to an
+In float64, parameters match those of a plain loop to within 1e-12. A resumed run is bit-equal to an
 uninterrupted one.
 """
 

@@ -1,7 +1,7 @@
 """Accelerate with gradient accumulation: MultiTaskOptimizer gets all micro-batches of an update.
 
-Parameters and running statistics equal those of a plain loop on all the data: in float64 to 1e-12,
-and in mixed precision, with the same autocast, to 1e-6.
+Parameters and running statistics match those of a plain loop on all the data: in float64 to within
+1e-12, and in mixed precision, with the same autocast, to within 1e-6.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def train(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, l
 
 
 def train_unnormalized(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, list]:
-    """Without it: `backward` for each micro-batch, inside `accumulate`."""
+    """Without normalization: `backward` for each micro-batch, inside `accumulate`."""
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, **options)
     plain = make_network(normalized=False)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)

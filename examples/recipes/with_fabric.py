@@ -1,7 +1,7 @@
 """Lightning Fabric: it places the network, casts for mixed precision and runs the backward pass.
 
-Parameters and running statistics equal those of a plain loop: in float64 to 1e-12, and in mixed
-precision, with the same autocast, to 1e-6.
+Parameters and running statistics match those of a plain loop: in float64 to within 1e-12, and in
+mixed precision, with the same autocast, to within 1e-6.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Lightning with manual optimization: precision, checkpoints, and training for a number of batches.
 
-Resumed or not, parameters and running statistics equal those of a plain loop: in float64 to 1e-12,
-and in mixed precision, with the same autocast, to 1e-6.
+Resumed or not, parameters and running statistics match those of a plain loop: in float64 to within
+1e-12, and in mixed precision, with the same autocast, to within 1e-6.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """LoRA adapters of a frozen decoder learn a new text, with the loss on an old text protected.
 
-In float64, the adapters equal those of a plain loop to 1e-12.
+In float64, the adapters match those of a plain loop to within 1e-12.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A timm backbone with an exponential moving average of its weights and a timm scheduler.
 
-In float64, parameters, running statistics and their averages equal those of a plain loop to 1e-12.
+In float64, parameters, running statistics and their averages match a plain loop's to within 1e-12.
 """
 
 import timm

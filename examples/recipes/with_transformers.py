@@ -1,7 +1,7 @@
 """The Trainer of transformers with gradients from MultiTaskOptimizer.
 
-Parameters equal those of a plain loop: in float64 to 1e-12, and in mixed precision, with SGD and
-the same autocast, to 1e-6. A resumed run is bit-equal to an uninterrupted one.
+Parameters match those of a plain loop: in float64 to within 1e-12, and in mixed precision, with SGD
+and the same autocast, to within 1e-6. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile
@@ -36,7 +36,7 @@ class MultiTaskTrainer(Trainer):
     """Keeps the Trainer's clipping, optimizer steps, schedule, checkpoints and evaluation."""
 
     def _prepare_for_training(self, steps: int, loader: Any, checkpoint: str | None) -> Any:
-        # The Trainer creates its optimizer here and, on many ranks, wraps the network.
+        # The Trainer creates its optimizer here and, on several ranks, wraps the network.
         model, loader = super()._prepare_for_training(steps, loader, checkpoint)
         given = model, self.optimizer, TASKS, cs.PCGrad()
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.accelerator.backward)

@@ -2,7 +2,7 @@
 
     python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--device cuda] [--out FOLDER]
 
-An interrupted run starts again; finished runs are stored in FOLDER/NAME/runs.
+An interrupted run starts over; finished runs are stored in FOLDER/NAME/runs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("use", choices=NAMES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--quick", action="store_true", help="seconds a run: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny runs, to see whether they work")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="runs at once")
     parser.add_argument("--device", default="cpu", help="where the networks are trained")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "out" / "uses")

@@ -41,7 +41,7 @@ BATCH = 64
 RATE = 2e-3
 """Adam's initial learning rate, which falls to 0 epoch by epoch."""
 BINS = 12
-"""The number of equal parts of the training in the picture of conflicts."""
+"""The number of equal parts of the training, each with its own share of conflicts."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _share(flags: list[bool | None]) -> float | None:
 def _train(row: str, seed: int, quick: bool) -> Result:
     name, row = row.split("/")
     part = PARTS[name]
-    if quick:  # The picture of conflicts needs a batch per bin.
+    if quick:  # Each bin needs a batch.
         part = replace(part, pictures=6 * BATCH, epochs=2, width=4)
     if row == "Sum+steps":
         part = replace(part, epochs=len(part.tasks) * part.epochs)

@@ -6,9 +6,9 @@ handwritten digits need no download. With `DOWNLOADED = True`, timm's own weight
 pretraining.
 
 Rows with "+BN", "Phase 1", "Phase 2" and "Mixed" have task-specific batch normalization, which
-starts with the pretrained scales and statistics. "frozen" freezes the stem and the first stage,
-"unfrozen" trains them after a third of the epochs. "Phase 1" makes two optimizer steps per batch,
-and "Mixed" one and a half on average; "Sum+steps" makes as many as "Phase 1".
+starts with the pretrained scales and statistics. "frozen" freezes the stem and the first stage;
+"unfrozen" does so only in the first third of the epochs. "Phase 1" makes two optimizer steps per
+batch, and "Mixed" one and a half on average; "Sum+steps" makes as many as "Phase 1".
 """
 
 import time
@@ -198,7 +198,7 @@ def _corners(output: Tensor) -> Tensor:
 
 
 def loss_of_boxes(output: Tensor, scenes: Scenes) -> Tensor:
-    """A focal loss of the classes, 1 at the digits' centers, and the GIoU of the boxes there."""
+    """A focal loss of the classes, with target 1 at digits' centers, and the GIoU loss there."""
     picture = torch.cat([torch.full((len(b),), i) for i, b in enumerate(scenes.boxes)])
     corners, classes = torch.cat(scenes.boxes).split((4, 1), -1)
     x, y = ((corners[:, :2] + corners[:, 2:]) / (2 * STRIDE)).long().unbind(-1)

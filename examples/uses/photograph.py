@@ -40,7 +40,7 @@ def with_group_norm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
 
 
 class Run(demo.Run):
-    """The demo's run without numbers by epoch, which do not support cosines by layer."""
+    """The demo's run without `watch`, which does not support cosines by layer."""
 
     def watch(self, reports: Sequence[cs.Report]) -> None:
         """Does nothing."""

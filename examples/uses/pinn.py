@@ -195,7 +195,7 @@ def derivatives(
 ) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The values, the first derivatives, and the second derivatives in each direction.
 
-    Unless `both` are needed, the second derivative in the first direction is zero.
+    Unless `both` is True, zeros replace the second derivative in the first direction.
     """
     points.requires_grad_()
     values = network(points)

@@ -109,7 +109,7 @@ def run_all(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds, and half of its 95 % confidence interval (Student's t)."""
+    """The mean over seeds, and half of its 95% confidence interval (Student's t)."""
     mean, seeds = statistics.mean(values), len(values)
     if seeds == 1:
         return mean, 0.0

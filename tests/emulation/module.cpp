@@ -210,7 +210,7 @@ int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   if (most_resident > 1)
     std::shuffle(left.begin(), left.end(), random_numbers);
   int idle = 0;
-  const Block* stopped = nullptr; // for a long time: no block may rely on another's progress
+  const Block* stopped = nullptr; // for long, as no block may rely on another's progress
   int stopped_for = 0;
   for (;;) {
     if (stopped_for > 0)

@@ -1,4 +1,4 @@
-"""Checks by forward passes that the tasks' parts of stacked tensors stay independent."""
+"""Checks with forward passes that the tasks' parts of stacked tensors are independent."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PartsCheck:
-    """Checks by three forward passes whether a part of any tensor depends on other parts.
+    """Checks with three forward passes whether a part of any tensor depends on other parts.
 
     The first pass is unmodified. The second changes all parts but the first, in inputs and after
     normalizations; the third changes all but the last. The unchanged part must be the same in
@@ -31,7 +31,10 @@ class PartsCheck:
         return self._with(x, lambda part: part * scale + offset)
 
     def changed_input(self, x: Tensor) -> Tensor:
-        """Changes the numbers in all parts of an input but the kept one; signs and dtypes stay."""
+        """Changes all parts of an input but the kept one: halves floats, reverses other tensors.
+
+        The signs of floats, and the range of all other values, are unchanged.
+        """
         if x.is_floating_point():
             return self._with(x, lambda part: part * 0.5)
         return self._with(x, lambda part: part.flip(0))

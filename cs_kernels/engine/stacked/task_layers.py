@@ -1,4 +1,4 @@
-"""Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
+"""Convolutions and linear layers that keep the tasks' gradients apart in a stacked pass.
 
 In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. From each task's
 part, a convolution or linear layer computes the gradients of its weight and bias for that task, and
@@ -55,7 +55,7 @@ class Stack:
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
     """The parameters that were used outside of layers, and how."""
     problems: dict[nn.Parameter, Exception] = field(default_factory=dict)
-    """The parameters of layers whose inputs do not consist of the tasks' parts."""
+    """The parameters of layers whose inputs do not consist of the tasks' parts, and the errors."""
 
 
 class TaskWeight(Tensor):
@@ -261,7 +261,7 @@ class _TaskLayer(torch.autograd.Function):
         kind, stack, given, bias = ctx.kind, ctx.stack, ctx.weight, ctx.bias
         if given._version != ctx.version:
             raise RuntimeError(
-                "closure must leave the weights of trunk alone until the step is made, but one of"
+                "forward must leave the weights of trunk alone until the step is made, but one of"
                 f" shape {tuple(given.shape)} was changed in place"
             )
         weight = given if ctx.dtype is None else given.to(ctx.dtype)

@@ -279,7 +279,7 @@ def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
 
 @contextlib.contextmanager
 def _hint_at_step() -> Iterator[None]:
-    """Explains torch's error for outputs changed in place, which are views of one tensor."""
+    """Explains torch's error when `forward` changes outputs, all views of one tensor, in place."""
     try:
         yield
     except RuntimeError as error:

@@ -27,12 +27,12 @@ from cs_kernels.torch_internals.autograd import Edge, Reached, edge_of, is_leaf,
 
 
 class Pattern(NamedTuple):
-    """The outputs, layers and normalizations of a stacked pass, which determine its graph."""
+    """What determines the graph of a stacked pass: its outputs, layers and normalizations."""
 
     outputs: tuple[tuple[str, frozenset[int]], ...]
     """Each task that takes part, in order, and the indices of the outputs that its loss uses."""
     ran: frozenset[object]
-    """The parameters of each layer, and the normalizations, that have run."""
+    """The layers that ran, each as a tuple of its parameters, and the normalizations that ran."""
 
 
 _PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

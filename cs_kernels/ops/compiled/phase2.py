@@ -133,7 +133,7 @@ class Phase2Operators(ABC):
         groups: Ints,
         tasks: int,
     ) -> None:
-        """Reads two elements and writes one per element of a row in conflict."""
+        """Reads two numbers and writes one for each element of a row in conflict."""
         operands = Operands(updates, grads, tasks, dims, groups)
         operands.read_outputs()
         _dense_priorities, addresses = operands.priority_addresses(priorities)

@@ -75,7 +75,7 @@ class Tables(Protocol):
 
 
 def keep(tables: Tables, device: torch.device) -> None:
-    """Keeps tables alive until a launch has read them or, during capture, as long as the graph."""
+    """Keeps tables alive until a launch has read them or, during capture, while the graph lives."""
     if _capturing(device):
         _keep_for_graph(tables)
     elif tables.stream != stream_of(device):

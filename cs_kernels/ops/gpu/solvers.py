@@ -16,7 +16,7 @@ class SolverOperators(ABC):
         """Writes float64 weights [count, K] for Gramians [count, K, K]."""
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
-        """Reads K * K numbers and writes K per Gramian."""
+        """Reads K * K numbers and writes K numbers per Gramian."""
         check_solver(name, gramian, *options)
         weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
         if weights.numel():

@@ -57,7 +57,7 @@ def combine_(
         if guide is not None:
             wide = guide.double()
             differs = ((wide > 0) & ~(total > 0)) | ((wide < 0) & ~(total < 0))
-            # Adding zero times both keeps infinities and NaN from being dropped.
+            # Adding zero times both gives NaN if either is infinite or NaN, chosen or not.
             total = torch.where(differs, wide, total) + 0 * (total + wide)
         update.copy_(total)
 
@@ -99,7 +99,7 @@ def drop_signs_(
         numbers = uniform_numbers(key, offsets[t], update.numel(), update.device)
         u = _in_memory_order(numbers, update)
         chosen = torch.where(u * (positive - negative) < positive, positive_rest, negative_rest)
-        # Adding zero times the sum keeps infinities and NaN from being dropped.
+        # Adding zero times the sum gives NaN if any gradient is infinite or NaN, chosen or not.
         update.copy_(chosen + leaked + 0 * (positive + negative))
 
 

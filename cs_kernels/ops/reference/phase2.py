@@ -136,7 +136,7 @@ def _products(grads: Tensor, priority: Tensor) -> Tensor:
 
 
 def _project(update: Tensor, grads: Tensor, priority: Tensor, products: Tensor) -> Tensor:
-    """Algorithm 1's loop over channel groups: update - sum_j d_ij / d_ii * G_i, in float64."""
+    """Algorithm 1's loop over channel groups (float64): update - d_ij / d_ii * G_i per conflict."""
     for i, g_i in enumerate(grads):
         group = (priority == i).unsqueeze(1)
         for j in range(len(grads)):

@@ -1,8 +1,8 @@
 """Task weights [..., K] from Gramians [..., K, K], in plain torch.
 
-The solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
-unknowns by d, so gradients of very different lengths are no harder to solve for. A ridge on the
-diagonal makes C regular. A non-finite Gramian gives NaN weights.
+Most solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
+unknowns by d, so gradients of very different lengths are no harder to solve for. Except in ConFIG
+and IMTL-G, a ridge on the diagonal makes C regular. A non-finite Gramian gives NaN weights.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     nonzero = (g.diagonal() > 0).nonzero().flatten()
     length = g.diagonal()[nonzero].sqrt()
     c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
-    c.clamp_(-1, 1)  # With 16-bit gradients, rounding of the products exceeds the ridge.
+    c.clamp_(-1, 1)  # With 16-bit gradients, rounding errors of the products can exceed the ridge.
     c.fill_diagonal_(1 + ridge)
     return c, length, nonzero
 
@@ -199,7 +199,7 @@ def upgrad_weights(gramian: Tensor) -> Tensor:
 
 
 def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
-    """CAGrad: the largest mu such that all g_i.d >= mu for a d with |d - g_0| <= c |g_0|.
+    """CAGrad: the largest mu such that all g_i.d >= mu for some d with |d - g_0| <= c |g_0|.
 
     If no direction descends for all tasks, mu is at most zero.
     """

@@ -30,7 +30,7 @@ _TILE = {
     4: {2: 2048, 4: 1024, 8: 512, 64: 256},
     8: {2: 1024, 4: 512, 8: 256, 64: 128},
 }
-# Maximum tiles per item: reading the tables costs about as much as three tiles.
+# Maximum tiles per item; reading an item's tables costs about as much as three tiles.
 _MOST_TILES = 8
 _MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
@@ -54,7 +54,7 @@ class Variant:
 
 
 def _options(warps: int, registers: int, *, fma: bool = True) -> dict[str, Any]:
-    """Launch options. FMA contraction improves accuracy, but lanes' copies of a sum may differ."""
+    """Launch options. FMA contraction improves accuracy, but lets lanes' copies of a sum differ."""
     options = {"num_warps": warps, "enable_fp_fusion": fma}
     # AMD's compiler has no option for the number of registers.
     return options if torch.version.hip else {**options, "maxnreg": registers}

@@ -219,8 +219,8 @@ def _drop_tile(addresses, first, first_index, size, leaks, drawn, tasks, T: cons
             leaked_positive += leak * above
             leaked_negative += leak * below
     u = _uniform_numbers(drawn, first_index + first, T)
-    # Infinities and NaN are never lost: they make this condition false, which selects the sum that
-    # contains them: NaN and -inf are in `negative`, and inf becomes leak * inf (NaN if leak is 0).
+    # Infinities and NaN are never lost: they make this condition false, and the sum it then selects
+    # contains them. NaN and -inf are in `negative`; inf becomes leak * inf (NaN if leak is 0).
     chosen = u * (positive - negative) < positive
     total = tl.where(chosen, positive + leaked_negative, negative + leaked_positive)
     _write(addresses, first, size, total, T)

@@ -95,7 +95,7 @@ def row_energies(tensor, weight, first, VECTOR: constexpr):
     rows, length, _, _, _ = shape
     inside = row < rows
     energy = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], tl.float64)
-    # Squares of 16-bit numbers are exact in float32.
+    # Squares of 16-bit numbers are exact in float32, unless they overflow or underflow.
     EXACT: constexpr = weight.dtype.element_ty.primitive_bitwidth <= 16
     WIDE: constexpr = tl.float32 if EXACT else tl.float64
     UNROLL: constexpr = 4 if VECTOR > 1 else 1  # loads in flight
@@ -398,7 +398,7 @@ def strength_kernel(
 ):
     """Eq. (6) of one layer, then Eq. (7) if NORMALIZE, in one program.
 
-    Reads and writes K * O numbers; with NORMALIZE, reads them twice.
+    Reads (2 K + 1) O numbers, twice if NORMALIZE, and writes K * O.
     """
     task = tl.arange(0, TASKS)
     total = tl.zeros([TASKS], tl.float64)

@@ -7,8 +7,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 SEGMENT = constexpr(32)
-"""Row elements that are processed together. Their products are summed in float32, where the sum of
-32 squares stays finite for elements up to 1e18; the segments' sums are added up in float64."""
+"""Row elements that are processed together. Products are summed in `Traits.wide`; in float32, the
+sum of 32 squares is finite for elements up to 1e18. Segments' sums are added up in float64."""
 
 # The interpreter truncates to bfloat16 instead of rounding.
 _INTERPRETED = constexpr(triton.knobs.runtime.interpret)

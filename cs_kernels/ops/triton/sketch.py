@@ -17,7 +17,7 @@ _BLOCKS = constexpr(4)
 
 @triton.jit
 def sketch_kernel(sketch, data, words, SIZE: constexpr):
-    """Adds a tensor's elements, with their signs, to the sketch.
+    """Adds a tensor's elements, with pseudorandom signs, to the sketch.
 
     Args:
         sketch: float32 [SIZE].

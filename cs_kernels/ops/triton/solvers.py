@@ -1,8 +1,8 @@
 """Task weights from Gramians: one program per Gramian, with K x K numbers in registers.
 
-The reference (`ops/reference/solvers.py`) describes the algorithms. They work on the correlations
-C_ij = G_ij / (d_i d_j), where d_i = |g_i|, with a ridge on the diagonal. A non-finite Gramian gives
-NaN weights.
+The reference (`ops/reference/solvers.py`) describes the algorithms. Most work on the correlations
+C_ij = G_ij / (d_i d_j), where d_i = |g_i|, usually with a ridge on the diagonal. A non-finite
+Gramian gives NaN weights.
 
 Memory traffic: reads K * K numbers and writes K; the latency of dependent sums dominates.
 """
@@ -91,7 +91,7 @@ def _correlations(g, data, ridge, tasks, TASKS: constexpr):
     # The literal 1 + 1e-12 would be float32, which rounds it to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
-    # With 16-bit gradients, rounding of the products exceeds the ridge.
+    # With 16-bit gradients, rounding errors of the products can exceed the ridge.
     c = tl.minimum(tl.maximum(c, -1.0), 1.0)
     return tl.where(_identity(TASKS), diagonal[None, :], c), length, inverse, nonzero
 
@@ -260,7 +260,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
     for done in range(tasks - 1):
         j, others = _draw_other(gramian_key, others, tasks - 1 - done, tasks, TASKS)
         met = position == j[:, None]
-        # For every i, row j of the Gramian, which is symmetric.
+        # For every i, row j of the Gramian.
         index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
         g_j = tl.gather(g, index, 0)
         square = tl.sum(tl.where(met, g_j, 0.0), 1)
@@ -274,7 +274,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
-    """GradVac, with one row per task; `drawn` is as in `step_key`, then the bits of the rate."""
+    """GradVac, with one row per task; `drawn` is as in `step_key`, followed by the rate's bits."""
     g, finite = _gramian(gramian, tasks, TASKS)
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
@@ -344,7 +344,7 @@ def upgrad_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
-    """CAGrad: finds the largest mu such that all g_i.d >= mu for a d with |d - g_0| <= c |g_0|.
+    """CAGrad: the largest mu such that all g_i.d >= mu for some d with |d - g_0| <= c |g_0|.
 
     At this mu, the shortest correction d - g_0 has length c |g_0|. `factor` is float64 [1]: c.
     """
@@ -560,7 +560,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, SOLVES_S: constexpr, TASKS: 
 
 @triton.jit
 def _equal_cosines(g, gramian, finite, tasks, TASKS: constexpr):
-    """Returns y = C^+ 1, C y, which is all ones if C is regular, and the results of `_lengths`."""
+    """Returns y = C^+ 1, C y (all ones if C is regular), and the results of `_lengths`."""
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     c = tl.where(finite, g, 0.0) * inverse[:, None] * inverse[None, :]
     c = tl.where(_identity(TASKS), nonzero.to(tl.float64)[None, :], c)

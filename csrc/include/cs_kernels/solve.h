@@ -2,9 +2,10 @@
 // GPU, run by a team of lanes (lanes.h). The caller provides the workspace. All iterations are
 // bounded.
 //
-// The solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
-// unknowns by d, so gradients of very different lengths are no harder to solve for. A ridge on the
-// diagonal makes C regular. A non-finite Gramian gives NaN weights.
+// Most solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
+// unknowns by d, so gradients of very different lengths are no harder to solve for. Except in
+// ConFIG and IMTL-G, a ridge on the diagonal makes C regular. A non-finite Gramian gives NaN
+// weights.
 #pragma once
 
 #include <cmath>
@@ -26,7 +27,7 @@ constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed
 constexpr double kNashStop = 1e-9;   // Nash-MTL stops below this Newton decrement
 constexpr double kNashFull = 0.25;   // Newton steps are full below this decrement
 constexpr double kSlope = 1e-14;     // a slope is zero up to this share of its absolute terms
-constexpr double kStationary = 1e10; // above this 1 / |shortest in hull|^2, nothing descends
+constexpr double kStationary = 1e10; // above this 1 / |min-norm point|^2, no direction descends
 constexpr double kZeroSum = 1e-12;   // a sum of weights is zero up to this share of absolute values
 constexpr double kNoCosine = 1e-20;  // ConFIG's squared length per task is zero up to this
 constexpr double kEpsilon = 2.220446049250313e-16;
@@ -99,7 +100,7 @@ struct Correlations {
   }
   CS_HOST_DEVICE double operator()(int i, int j) const { return matrix(i, j); }
 
-  // Clamped to [-1, 1]: with 16-bit gradients, rounding of the products exceeds the ridge.
+  // Clamped to [-1, 1]: with 16-bit gradients, rounding errors of products can exceed the ridge.
   CS_HOST_DEVICE double correlation(const Gramian& gramian, int i, int j) const {
     const double c = gramian(task[i], task[j]) / length[i] / length[j];
     return c > 1 ? 1 : c < -1 ? -1 : c;
@@ -239,7 +240,7 @@ struct NonNegative {
   }
 };
 
-// Changes each gradient by the other original gradients, in random order, and sums the results. A
+// Adjusts each gradient to the other original gradients, in random order, and sums the results. A
 // lane changes one gradient at a time, stored in a row of `own` as weights of the original
 // gradients. `begin(i)` returns a state for gradient i; `meet(state, i, j)` updates this state and
 // own(i, j).
@@ -543,7 +544,7 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
   }
 }
 
-// NashMTL (Navon et al. 2022): the a > 0 with G a = 1 / a. A task without a gradient has weight 0.
+// NashMTL (Navon et al. 2022): the a > 0 with G a = 1 / a. A zero gradient has weight 0.
 template <class Team>
 CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options&, double* weights,
                                Workspace workspace) {

@@ -7,8 +7,8 @@
 
 namespace cs_kernels::cuda {
 
-// Adds a tensor's elements, with their signs, to sketch [bins]. Reads every element once; reads and
-// writes the sketch once.
+// Adds a tensor's elements, with pseudorandom signs, to sketch [bins]. Reads every element once;
+// reads and writes the sketch once.
 struct SketchLaunch {
   DataType type;
   const void* data; // dense
