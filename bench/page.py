@@ -1,6 +1,6 @@
 """Writes the plots and the tables of README.md and docs/ from the records.
 
-Times and memory are in bench/results/, trainings over several seeds in examples/results/uses/.
+Times and memory are in bench/results/, training runs over several seeds in examples/results/uses/.
 
     python bench/page.py [--check]
 

@@ -7,12 +7,14 @@ compares replicated ranks, ranks with `fully_shard`, and the textbook loop, whic
 task's whole gradient. All ranks must have the same bits, and updates must agree with the textbook
 loop's. At features, where the trunk is not converted, the textbook loop sums the Gramian of the
 features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task weights
-are from the first step. `--quick` uses a narrow network and 2 processes, and writes no record.
+are from the first step. GradientBalancer runs with DistributedDataParallel and `fully_shard`, whose
+updates must agree. `--quick` uses a narrow network and 2 processes, and writes no record.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import hashlib
 import sys
@@ -28,21 +30,26 @@ from harness import records
 from harness.counting import Collectives, GradientMemory
 from harness.training import timm_model
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import cs_kernels as cs
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 AT_FEATURES = "PCGrad at features"
 KEPT = "PCGrad, kept weights"
+BALANCED = "UPGrad, balancer"
 METHODS: dict[str, Callable[[], cs.Method]] = {
     "Phase 2": cs.ConnectionStrength,
     "PCGrad": cs.PCGrad,
     "Phase 1": cs.ConnectionStrength,
     AT_FEATURES: cs.PCGrad,
     KEPT: partial(cs.PCGrad, update_every=9),
+    BALANCED: cs.UPGrad,
 }
 WAYS = ("textbook", "replicated", "fully_shard")
+SKETCH = 65536
 STEPS = 4
 """The first step learns the passes; memory is measured in the third, and bytes in the fourth."""
 TOLERANCE = 1e-5
@@ -76,7 +83,7 @@ class Training:
     def __init__(self, way: str, method: str, rank: int, size: int, width: int) -> None:
         torch.manual_seed(0)
         self.trunk = smooth_resnet18(width)
-        if method != AT_FEATURES:
+        if method not in (AT_FEATURES, BALANCED):
             cs.nn.convert_task_batchnorm(self.trunk, TASKS)
         self.trunk.eval()  # Fixed statistics, because a rank's batch has only two pictures.
         for norm in self.trunk.modules():
@@ -99,6 +106,9 @@ class Training:
         self.parameters = [*self.trunk.parameters(), *self.heads.parameters()]
         self.shared = [p for p in self.trunk.parameters() if p not in own]
         self.way, self.method = way, method
+        self.start()
+
+    def start(self) -> None:
         self.opt = self.made()
 
     def made(self) -> cs.MultiTaskOptimizer:
@@ -182,6 +192,49 @@ class Training:
         return result.hexdigest()
 
 
+class Balanced(Training):
+    """A forward and a backward pass per task in a plain loop, with a GradientBalancer."""
+
+    def start(self) -> None:
+        self.network = nn.ModuleDict({"trunk": self.trunk, "heads": self.heads})
+        self.wrapper: Any = _Losses(self)
+        if self.way == "DDP":
+            options = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch 2.13 deprecates broadcast_buffers.
+                self.wrapper = DistributedDataParallel(
+                    self.wrapper, broadcast_buffers=False, **options
+                )
+            self.wrapper.register_comm_hook(None, allreduce_hook)  # Seen by torch's dispatcher.
+        # foreach refuses a mix of sharded and whole tensors.
+        self.sgd = torch.optim.SGD(self.parameters, lr=0.05, foreach=False)
+        method = METHODS[self.method]()
+        self.balancer = cs.GradientBalancer(self.shared, TASKS, method, self.sgd, sketch=SKETCH)
+
+    def step(self) -> None:
+        self.sgd.zero_grad()
+        for task in TASKS:
+            waits = self.way == "DDP" and task != TASKS[-1]
+            unsynchronized = self.wrapper.no_sync() if waits else contextlib.nullcontext()
+            with unsynchronized, self.balancer.task(task):
+                self.wrapper(task).backward()
+        if self.way == "fully_shard":
+            average(self.heads.parameters())
+        self.sgd.step()
+        self.number += 1
+
+
+class _Losses(nn.Module):
+    """The module that DistributedDataParallel wraps: a task's loss."""
+
+    def __init__(self, training: Balanced) -> None:
+        super().__init__()
+        self.network, self._loss = training.network, training.loss
+
+    def forward(self, task: str) -> Tensor:
+        return self._loss(task)
+
+
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The whole tensors, with shards gathered from all ranks."""
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
@@ -190,8 +243,9 @@ def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
 def case(
     way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
 ) -> dict[str, Any]:
-    """The counts of one rank; the textbook loop puts the updates that others need in `expected`."""
-    training = Training(way, method, rank, size, width)
+    """The counts of one rank; a method's first way puts the updates in `expected`, if empty."""
+    made = Balanced if method == BALANCED else Training
+    training = made(way, method, rank, size, width)
     nbytes = 4 * training.numel
     training.step()
     with GradientMemory(training.parameters) as memory:
@@ -201,8 +255,7 @@ def case(
         peak, kept = memory.peak, memory.now()
     grads = (p.grad for p in training.parameters)
     updates = [update.clone() for update in whole(g for g in grads if g is not None)]
-    if way == "textbook":
-        expected[:] = updates
+    expected[:] = expected or updates
     error = max(
         ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(updates, expected, strict=True)
     )
@@ -227,7 +280,7 @@ def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict
     result = []
     for method in methods:
         expected: list[Tensor] = []
-        for way in WAYS:
+        for way in ("DDP", "fully_shard") if method == BALANCED else WAYS:
             result.append(case(way, method, rank, size, width, expected))
             gc.collect()
     return result
@@ -256,6 +309,9 @@ def check_formulas(c: dict[str, Any]) -> None:
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):
         expected = {"all-reduce": 2 * ring}
+    elif c["method"] == BALANCED:
+        sketches = 4 * c["tasks"] * SKETCH * (c["ranks"] - 1) / c["ranks"]
+        expected = {"all-reduce": 2 * (ring + sketches)}
     elif c["way"] == "replicated" and c["method"] != "Phase 1":
         expected = {"reduce-scatter": c["tasks"] * ring, "all-gather": ring}
     for kind, sent in expected.items() if c["way"] != "fully_shard" else ():
@@ -268,7 +324,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="narrow, 2 ranks, no record")
     quick = parser.parse_args().quick
     origin = records.origin()
-    methods, found = ["Phase 2", AT_FEATURES, KEPT] if quick else [*METHODS], []
+    methods, found = ["Phase 2", AT_FEATURES, KEPT, BALANCED] if quick else [*METHODS], []
     for size in (2,) if quick else (1, 2, 4):
         for c in on_ranks(size, 32 if quick else 64, methods):
             check_formulas(c)

@@ -120,8 +120,8 @@ def _flat(tensors: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("own", "batch"),
-    [(True, 8), (True, 32), (False, 8)],
-    ids=["own passes of 8", "own passes of 32", "one forward pass"],
+    [(True, 8), (True, 32), (True, 128), (False, 8)],
+    ids=["own passes of 8", "own passes of 32", "own passes of 128", "one forward pass"],
 )
 @pytest.mark.parametrize("tasks", [2, 4, 8])
 def test_steps(report: Any, quick: bool, tasks: int, own: bool, batch: int) -> None:

@@ -339,4 +339,7 @@ def _check_layer(
 def _check_grads(grads: Tensor) -> None:
     check_type(grads, "grads")
     if grads.ndim < 2 or grads.shape[0] == 0:
-        raise ValueError(f"grads must have shape [K, *shape], got {tuple(grads.shape)}")
+        raise ValueError(
+            "grads must have shape [K, *shape], with K > 0 and at least one dimension in shape,"
+            f" got {tuple(grads.shape)}"
+        )

@@ -248,12 +248,13 @@ class MultiTaskOptimizer(Copyable):
             As in `step`.
 
         Raises:
-            ValueError: As in `step`; or `step` is needed, because the method is neither
-                `ConnectionStrength()` nor `Sum()` nor a Gramian method with groups="layer"; the
-                trunk has plain batch normalization in training, changes other buffers, or uses a
-                prioritized weight (with groups="layer", any shared parameter that trains) in
-                several layers or outside its layer; a loss depends on another task's outputs; the
-                weighting computes losses again; there is a process group; or conflicts are counted.
+            ValueError: As in `step`; or `step` is needed, for one of these reasons: the method is
+                neither `ConnectionStrength()` nor `Sum()` nor a Gramian method with groups="layer";
+                the trunk has plain batch normalization in training, or changes other buffers; a
+                prioritized weight is used in several layers or outside its layer, or with
+                groups="layer", any shared parameter that trains is; a loss depends on another
+                task's outputs; the weighting computes losses again; there is a process group; or
+                conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` is not a function.
             RuntimeError: As in `step`.
 

@@ -1,10 +1,10 @@
-"""Hashes about 1,700 short trainings, to check that a refactoring keeps every bit.
+"""Hashes about 1,700 short training runs, to check that a refactoring keeps every bit.
 
     python tests/same_bits.py before.json  # Then change the code.
     python tests/same_bits.py after.json before.json
 
-The second call lists the trainings that differ. Bits depend on the machine and on the version of
-torch, so the repository contains no hashes.
+The second call lists the runs that differ. Bits depend on the machine and on the version of torch,
+so the repository contains no hashes.
 """
 
 import hashlib
@@ -206,7 +206,7 @@ def outcome(event: str, *setting: str) -> str:
 
 
 def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
-    """The settings of all trainings: event, method, weighting, way, schedule and network."""
+    """The settings of all training runs: event, method, weighting, way, schedule and network."""
     for method, way, event, network in itertools.product(METHODS, WAYS, EVENTS, NETWORKS):
         if way == "together" and method not in BY_LAYER:
             continue
@@ -225,12 +225,12 @@ def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
 
 
 def on_a_rank(rank: int, wrap: str, chosen: list[tuple[str, ...]]) -> list[str]:
-    """Runs trainings on one of several ranks; returns their outcomes."""
+    """Makes training runs on one of several ranks; returns their outcomes."""
     return [outcome(*setting, wrap) for setting in chosen]
 
 
 def main(path: str, before: str | None = None) -> None:
-    """Writes the outcomes of all trainings, and compares them with earlier ones."""
+    """Writes the outcomes of all training runs, and compares them with earlier ones."""
     torch.set_num_threads(1)
     found = {" | ".join(setting): outcome(*setting) for setting in settings()}
     pool = Ranks(2)
@@ -244,7 +244,7 @@ def main(path: str, before: str | None = None) -> None:
     pool.stop()
     Path(path).write_text(json.dumps(found, indent=1))
     failed = sum(":" in result for result in found.values())
-    print(f"{len(found)} trainings, of which {failed} are refused or fail")
+    print(f"{len(found)} training runs, of which {failed} are refused or fail")
     if before is not None:
         expected = json.loads(Path(before).read_text())
         different = [name for name in expected | found if found.get(name) != expected.get(name)]

@@ -438,7 +438,7 @@ _A, _B = torch.tensor([1.0, 0, 0]).double(), torch.tensor([-1.0, 1, 0]).double()
 
 @pytest.mark.parametrize("method", GRAMIAN_METHODS, ids=repr)
 def test_norms_change_while_a_task_is_absent(method: cs.Method) -> None:
-    """The Gramian combines the latest norms with the last cosines."""
+    """The Gramian has a's new norm, but b's norm and their cosine from the step before."""
     if isinstance(method, cs.DBMTL | cs.GradVac | cs.PCGrad):
         pytest.skip("it reads losses, or draws by the step")
     balancer = _steps_of(copy.deepcopy(method), {"a": 100 * _A, "b": _B}, {"a": _A})

@@ -82,14 +82,18 @@ def assert_alike(first: Training, second: Training) -> None:
 def counted() -> Iterator[list[int]]:
     """Yields a list to which every batched pass appends its number of losses."""
     numbers: list[int] = []
-    grad = torch.autograd.grad
+    vmap = torch.vmap
 
-    def counting(outputs: Any, *arguments: Any, **options: Any) -> Any:
-        if options.get("is_grads_batched"):
-            numbers.append(len(outputs))
-        return grad(outputs, *arguments, **options)
+    def counting(of_one_loss: Any) -> Any:
+        of_all = vmap(of_one_loss)
 
-    with patch("torch.autograd.grad", counting):
+        def run(rows: Tensor) -> Any:
+            numbers.append(len(rows))
+            return of_all(rows)
+
+        return run
+
+    with patch("torch.vmap", counting):
         yield numbers
 
 

@@ -205,7 +205,7 @@ def test_zero_gradients(threshold: float) -> None:
 
 
 def test_which_steps_count() -> None:
-    """Completed joint steps count, since the last call of `count_conflicts`."""
+    """Only completed joint steps count, if shared parameters train; a new count is empty."""
     setup, opt = counting(schedule=cs.Switch(1))
 
     def fails() -> None:

@@ -50,7 +50,8 @@ class Loop:
 
 
 def _after_backward(then: Callable[[Loop], object], **options: bool) -> None:
-    loop = Loop(converted=False, method=cs.PCGrad())  # One forward pass for all tasks.
+    # Not converted: `backward` is for networks without task-specific normalization.
+    loop = Loop(converted=False, method=cs.PCGrad())
     loop.backward(**options)
     then(loop)
 

@@ -471,7 +471,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     ALONE + "'b' also depends on .*norm": _past(
         lambda n: n.trunk.norm(torch.arange(8).double()).std()
     ),
-    ALONE + r"'b' also depends on a leaf of shape \(4, 3, 5\) without": _past(lambda n: n.x.sum()),
+    ALONE + r"'b' also depends on a leaf of shape \(4, 3, 5\) by a": _past(lambda n: n.x.sum()),
     ALONE + "'b' also depends on a leaf of shape": _hidden,
     ALONE + r"'a' also depends on trunk\.\w+": lambda n: (n.losses(z := n.features()), z[1]),
     ALONE + r"'a' also depends on trunk\.(?#first)": lambda n: (

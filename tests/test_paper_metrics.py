@@ -120,7 +120,7 @@ def test_pictures_of_unknown_saliency_do_not_count():
 
 
 def test_normals_of_a_diverged_network():
-    """NaN normals raise nothing, as the caller reports them; no index is out of range."""
+    """NaN normals raise nothing and give no invalid bin: the caller reports the divergence."""
     prediction, target = make(NORMALS)
     evaluated(NORMALS, (prediction * math.nan, target))
 

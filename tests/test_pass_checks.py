@@ -477,7 +477,7 @@ def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
     weight = network.trunk["first"].weight
     node = _node_of(weight)
     node.register_prehook(lambda grads: (grads[0] + 0.1 * weight.detach(),))
-    with pytest.raises(RuntimeError, match=r"has changed those of first.weight:"):
+    with pytest.raises(RuntimeError, match=r"a hook changed those of first.weight:"):
         network.make("backward")
 
 

@@ -290,7 +290,8 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "branches of others": partial(outputs_of_branches, "ab", "bc"),
     "branches of some": partial(outputs_of_branches, "a", "b", "ca"),
 }
-# Weights of prioritized layers may only be used once, others in any way.
+# Only for the priority method: it restricts weights of prioritized layers to one use, but allows
+# any use of other weights, as here.
 PRIORITIZED: dict[str, Callable[[], Case]] = {
     "words": words,
     "centered weight": lambda: own_weight(lambda w: w - w.mean(1, keepdim=True)),
@@ -591,7 +592,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "a weight": (lambda net, run: plus(run, net.other), r"3\.weight .*by the loss of 'b'"),
     "a weight in the pass": (lambda net, run: plus(run, net[3].weight), r"3\.weight .*in square"),
     "direct": (lambda net, run: plus(run, net), "forward must call run"),
-    "backward": (lambda net, run: steps_back(run), "leave out backward"),
+    "backward": (lambda net, run: steps_back(run), r"after it: remove backward\(\) from"),
     "generator": (lambda net, run: run(x for x in [X]), "run must get tensors in lists"),
     "sizes": (lambda net, run: run(X, X[:2]), r"got the sizes \[\(2,\), \(4,\)\]"),
     "no size": (lambda net, run: run(X, X.sum()), r"got the sizes \[\(\), \(4,\)\]"),
@@ -654,7 +655,7 @@ def test_refuses_other_things() -> None:
 
 
 def test_a_refused_pass_does_not_change_reach() -> None:
-    """Reach stays unchanged whichever task is checked first."""
+    """One task passes the check before another is refused; neither changes the reach."""
     setup = Setup()
     setup.optimizer = sgd_of(setup.trunk, setup.heads["depth"])
     opt = setup.start()

@@ -181,7 +181,7 @@ class _OurOrders:
         return torch.tensor([among.index(j) for j in order], dtype=torch.int64)
 
 
-# Our method, TorchJD's for k tasks, and the error by the definition.
+# Our method, TorchJD's for k tasks, and a function: how far weights are from the definition.
 CASES: dict[str, tuple[cs.GramianMethod, Callable[[int], torch.nn.Module], Error]] = {
     "PCGrad": (cs.PCGrad(seed=5), lambda k: theirs.PCGrad(), pcgrad_error),
     "CAGrad": (cs.CAGrad(CAGRAD, rescale=0), lambda k: theirs.CAGrad(CAGRAD), cagrad_error),

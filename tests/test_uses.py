@@ -471,7 +471,7 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use)
 
 
 def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
-    """The table also contains the use's own result, with exact weights."""
+    """Each "exact" result equals the `delta_m` that the use's own `train` returns."""
     monkeypatch.setattr(tabular, "TRAINED", 640)
     tabular.single_tasks.cache_clear()
     rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}

@@ -19,8 +19,8 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     if inner is None or isinstance(inner, torch.optim.Optimizer):
         return inner
     raise TypeError(
-        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: with None,"
-        " call update() after each step of yours"
+        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: for another"
+        " kind of optimizer, or several, pass None and call update() after each step"
     )
 
 

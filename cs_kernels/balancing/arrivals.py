@@ -37,7 +37,7 @@ class Blocks:
         self._empty_steps = 0
 
     def open(self) -> None:
-        """Counts a block."""
+        """Counts a pass, and warns if very many have been made since the last end of a step."""
         self._since_step += 1
         self._empty_steps = 0
         if self._since_step == self.MOST_BLOCKS:

@@ -239,8 +239,9 @@ class Features:
             raise ValueError(
                 "losses must depend on the trunk through features alone, or part of a gradient"
                 f" would not be weighted, but the loss of {task!r} also depends on"
-                f" {self._described(leaves)} without them: pass every output of the trunk that"
-                " a loss depends on; for a tied weight, call backward without features"
+                f" {self._described(leaves)} by a path around the features: pass every output of"
+                " the trunk that a loss depends on; for a tied weight, call backward without"
+                " features"
             )
         return reached
 

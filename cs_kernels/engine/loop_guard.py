@@ -151,7 +151,8 @@ class LoopGuard:
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
-        # A single optimizer without our hooks still changes its parameters' versions in a step.
+        # An optimizer without our hooks is watched only if there is no other, by the versions of
+        # its parameters, which a step changes.
         for n in self._seen if len(self._optimizers) > 1 else [0]:
             held = held_by(self._optimizers[n])
             updated = (p for p in held if p.grad is not None and p in self._shared)

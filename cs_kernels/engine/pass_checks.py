@@ -152,11 +152,11 @@ class PassChecks:
         ]
         if changed:
             raise RuntimeError(
-                "gradients in .grad must stay as a backward pass has made them, but in the pass of"
-                f" {task!r} a hook has changed those of {first_of(changed)}:"
-                " the hook runs in every task's pass, and sees the sum where gradients add up; use"
-                " register_hook, which sees the gradient of one pass, or a hook of the torch"
-                f" optimizer, which sees the update{_OFF}"
+                "gradients in .grad must stay as the backward pass made them, but in the pass of"
+                f" {task!r} a hook changed those of {first_of(changed)}:"
+                " such a hook runs in every task's pass, and where passes accumulate in .grad, it"
+                " sees their sum; use register_hook, which sees the gradient of one pass, or a hook"
+                f" of the torch optimizer, which sees the update{_OFF}"
             )
 
     def collected(self, task: str, unreached: Iterable[int]) -> None:

@@ -254,8 +254,9 @@ class _TaskLayer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ValueError(
-                "losses must not contain gradients that came through trunk for step_together, got a"
-                " backward pass with create_graph=True, as for a gradient penalty: use step"
+                "losses for step_together must not be computed from gradients that came through"
+                " trunk, got a backward pass with create_graph=True, as for a gradient penalty: use"
+                " step"
             )
         (x,) = ctx.saved_tensors
         kind, stack, given, bias = ctx.kind, ctx.stack, ctx.weight, ctx.bias

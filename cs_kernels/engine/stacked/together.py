@@ -179,7 +179,8 @@ class _Together:
     ) -> None:
         if any(p.grad is not None for p in held):
             raise RuntimeError(
-                "forward must leave gradients alone, got some: leave out backward() in it"
+                "forward must not set gradients, but some .grad is set after it: remove backward()"
+                " from forward"
             )
         if set(losses) != set(tasks):
             raise ValueError(
