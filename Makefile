@@ -143,7 +143,7 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 
 # One process per file: the heap that one file leaves changes how fast the next one's peers allocate.
 bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
-	for table in phase2 methods steps features together price host; do \
+	for table in phase2 methods steps features together price peers balancer host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
 	done
 	$(PYTHON) bench/ranks.py

@@ -88,9 +88,6 @@ class Elsewhere:
         self._device = device
         self.operators = {name: self._moved(operator) for name, operator in operators.items()}
 
-    def direct(self, name: str) -> None:
-        """Offers no direct calls; every call goes through an operator."""
-
     def _moved(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             memory: dict[int, tuple[Tensor, Tensor]] = {}

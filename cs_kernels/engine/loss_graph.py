@@ -336,8 +336,10 @@ class LossGraph:
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False
     ) -> None:
         """Runs one backward pass of the sum of `terms`: the last pass of task `ends`, if given."""
-        with torch.enable_grad():
-            weighted = sum(terms[1:], terms[0])
+        weighted = terms[0]
+        if len(terms) > 1:
+            with torch.enable_grad():
+                weighted = sum(terms[1:], weighted)
         if ends is not None:
             self._ranks.last_backward(ends)
         self._ranks.before_backward(retains=retain_graph)
