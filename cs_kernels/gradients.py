@@ -273,7 +273,7 @@ class TaskGradients:
                     " backward(losses, features=z) with an output z of trunk"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
-            row[i] = owned(grad)
+            row[i] = grad if grad._base is None else owned(grad)
             parameter.grad = None
         return self.put(task, row, unreached)
 
@@ -353,19 +353,22 @@ class TaskGradients:
                 an element of every gradient before it writes that element of the update.
 
         """
-        over = [*map(self._overwritable, parameters)] if in_place else None
+        over = self._overwritable(parameters) if in_place else None
         updates = self._storage.update_shards(parameters, over)
         return list(map(as_real, updates)) if self._has_complex else updates
 
-    def _overwritable(self, parameter: int) -> Tensor | None:
-        """The first gradient that nothing needs after the update."""
-        for task, row in zip(self.tasks, self.rows, strict=True):
-            grad = row[parameter]
-            if grad is None or task in self.kept:
-                continue
-            if not grad.is_conj():  # `as_real` would copy a conjugate.
-                return grad
-        return None
+    def _overwritable(self, parameters: Sequence[int]) -> list[Tensor | None]:
+        """Each parameter's first gradient that nothing needs after the update."""
+        of_tasks = zip(self.tasks, self.rows, strict=True)
+        rows = [row for task, row in of_tasks if task not in self.kept]
+        if self._has_complex:  # `as_real` would copy a conjugate.
+            rows = [[None if g is None or g.is_conj() else g for g in row] for row in rows]
+        first, *others = rows or [[None] * len(self.parameters)]
+        found = [*map(first.__getitem__, parameters)]
+        for n, i in enumerate(parameters):
+            if found[n] is None:
+                found[n] = next((row[i] for row in others if row[i] is not None), None)
+        return found
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Assigns the updates of these parameters to their `.grad`, and drops the rows."""

@@ -6,6 +6,7 @@ check them in C++ (`python/operands.cpp`), by the rules of `check_gradients`.
 """
 
 from functools import cache
+from itertools import chain, repeat
 from math import inf
 
 import torch
@@ -139,7 +140,12 @@ def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
     if like is None:
         raise ValueError("grads must have at least one tensor, got none")
     empty, starts = like.new_empty(0), range(0, tensors * tasks, tasks)
-    return [next((g for g in grads[s : s + tasks] if g is not None), empty) for s in starts]
+    # Mostly, the first task has one. There may be too few gradients, as the count is checked later.
+    firsts = chain(grads[: tensors * tasks : tasks], repeat(None))
+    return [
+        next((g for g in grads[s : s + tasks] if g is not None), empty) if first is None else first
+        for s, first in zip(starts, firsts, strict=False)
+    ]
 
 
 def check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
