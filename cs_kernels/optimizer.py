@@ -300,7 +300,7 @@ class MultiTaskOptimizer(Copyable):
                 come after the features if only one loss reaches it. Each rank passes the features
                 of its own batch, the same number on all; a rank without losses may pass any
                 tensors.
-            batched: Whether to make all backward passes at once, with `torch.vmap`. This is faster
+            batched: Whether to make all backward passes at once, with vmap. This is faster
                 for transformers and MLPs with few samples, and slower for convolutions; gradients
                 of activations take K times the memory. The update differs only by rounding, unless
                 a hook on an activation changes gradients: it sees one batch of all tasks'

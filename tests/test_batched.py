@@ -82,18 +82,14 @@ def assert_alike(first: Training, second: Training) -> None:
 def counted() -> Iterator[list[int]]:
     """Yields a list to which every batched pass appends its number of losses."""
     numbers: list[int] = []
-    vmap = torch.vmap
+    grad = torch.autograd.grad
 
-    def counting(of_one_loss: Any) -> Any:
-        of_all = vmap(of_one_loss)
+    def counting(outputs: Any, *arguments: Any, **options: Any) -> Any:
+        if options.get("is_grads_batched"):
+            numbers.append(len(outputs))
+        return grad(outputs, *arguments, **options)
 
-        def run(rows: Tensor) -> Any:
-            numbers.append(len(rows))
-            return of_all(rows)
-
-        return run
-
-    with patch("torch.vmap", counting):
+    with patch("torch.autograd.grad", counting):
         yield numbers
 
 
@@ -127,6 +123,33 @@ def test_passes_one_by_one_train_the_same(method: cs.Method) -> None:
             for run in pair:
                 run.sgd.step()
     assert len(numbers) >= 2
+
+
+def _distances(x: Tensor) -> Tensor:
+    return torch.cdist(x, x + 1)
+
+
+def _rolled(x: Tensor) -> Tensor:
+    return x * x.mean().roll(1)
+
+
+@pytest.mark.parametrize("operation", [_distances, _rolled])
+def test_operations_that_torch_vmap_gets_wrong(operation: Callable[[Tensor], Tensor]) -> None:
+    grads = []
+    for batched in (False, True):
+        torch.manual_seed(0)
+        trunk = nn.Linear(3, 4).double()
+        opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters()), ABC, cs.UPGrad())
+        x = torch.randn(5, 3, dtype=torch.float64)
+        with counted() as numbers:
+            for _ in range(2):
+                trunk.zero_grad()
+                z = operation(trunk(x))
+                losses = {task: (z * (n + z)).sum() for n, task in enumerate(ABC)}
+                opt.backward(losses, batched=batched)
+        assert len(numbers) == batched
+        grads.append([p.grad for p in trunk.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
 
 
 def test_a_weighting_with_parameters() -> None:

@@ -421,6 +421,23 @@ def test_parts_that_are_repeatable(part: Callable[[Tensor], Tensor]) -> None:
         network.sgd.zero_grad()
 
 
+class _ChannelNorm(nn.LayerNorm):
+    """Normalizes the channels of [B, C, H, W], and leaves memory in channels-last order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def test_gradients_that_sum_to_zero_up_to_rounding() -> None:
+    """Their sum depends on the memory order, which differs between arrival and `.grad`."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 1), _ChannelNorm(8), nn.Conv2d(8, 8, 2, stride=2), nn.Flatten()
+    trunk = nn.Sequential(*layers, nn.Linear(128, 4)).double()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.UPGrad())
+    z = trunk(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    opt.backward({task: (z - n).square().mean() for n, task in enumerate(AB)})
+
+
 def test_a_nan_is_no_difference() -> None:
     network = Network(lambda h: h * torch.nan)
     network.opt.backward(network.losses())

@@ -212,7 +212,7 @@ class LossGraph:
         losses: Mapping[str, Tensor],
         collect: Callable[[Sequence[str], Sequence[Tensor | None]], None],
     ) -> bool:
-        """Runs the backward passes of several losses at once, with `torch.vmap`.
+        """Runs the backward passes of several losses at once, with vmap.
 
         The first passes of a task are made one by one, because they are checked.
 
@@ -242,12 +242,20 @@ class LossGraph:
         with torch.enable_grad():
             stacked = torch.stack(scaled)
         try:
-            reached, grads = _batched_grads(stacked, [shared[i] for i in trained])
+            # `torch.vmap` would be wrong for torch.cdist, and slower.
+            grads = torch.autograd.grad(
+                stacked,
+                [shared[i] for i in trained],
+                torch.eye(len(scaled), dtype=stacked.dtype, device=stacked.device),
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,
+            )
         except RuntimeError as error:
             self._refuse_batches(f"a backward pass cannot run under torch.vmap: {error}")
             return False
-        for n, grad in zip(reached, grads, strict=True):
-            of_shared[trained[n]] = grad
+        for i, grad in zip(trained, grads, strict=True):
+            of_shared[i] = grad
         del grads
         missing = {i for i in trained if of_shared[i] is None}
         if any(missing.difference(self._trunk.reach.last_unreached(task)) for task in losses):
@@ -433,18 +441,3 @@ def _made_by_hook(task: str) -> ValueError:
         " hook on a leaf, as cached contrastive losses do: use step(closure), which makes a pass"
         " per task"
     )
-
-
-def _batched_grads(
-    losses: Tensor, parameters: Sequence[nn.Parameter]
-) -> tuple[list[int], tuple[Tensor, ...]]:
-    """The indices of the parameters that losses [K] reach, and their gradients [K, ...]."""
-    reached: list[int] = []
-
-    def of_one_loss(row: Tensor) -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(losses, parameters, row, retain_graph=True, allow_unused=True)
-        reached[:] = (n for n, grad in enumerate(grads) if grad is not None)
-        return tuple(grads[n] for n in reached)
-
-    rows = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-    return reached, torch.vmap(of_one_loss)(rows)
