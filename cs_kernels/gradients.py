@@ -273,7 +273,7 @@ class TaskGradients:
                     " backward(losses, features=z) with an output z of trunk"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
-            row[i] = grad if grad._base is None else owned(grad)
+            row[i] = grad if grad._base is None else owned(grad)  # Without a call per gradient.
             parameter.grad = None
         return self.put(task, row, unreached)
 

@@ -351,7 +351,7 @@ class MultiTaskOptimizer(Copyable):
 
         A replay runs no Python. The closure must read its batch from tensors that are refilled in
         place. Values that it computes on the host, and numbers in the network such as a dropout
-        rate, stay as they were in the capture. After parameters, buffers, states or numbers in
+        rate, keep their values from the capture. After parameters, buffers, states or numbers in
         `param_groups` have been replaced, the step is captured again. A learning rate that changes
         in every step should therefore be a tensor on the device, which schedulers write in place.
 

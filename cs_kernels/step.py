@@ -113,7 +113,7 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which gradients a method keeps between steps, and where."""
+    """The gradients that a method keeps between steps, and the device that holds them."""
 
     tasks: tuple[str, ...]
     refresh_every: int

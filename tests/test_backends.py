@@ -149,7 +149,7 @@ for _ in range(2):
 
 
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs float64 raises before it computes anything; Apple's GPUs are such devices."""
+    """Calls that need float64 raise before they compute anything, as on Apple's GPUs."""
 
     class WithoutFloat64(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

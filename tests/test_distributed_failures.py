@@ -315,7 +315,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     "no task": lambda network: None,
     "weights": lambda network: network.opt._engine.kept.forget(),
 }
-"""What a test changes on rank 1."""
+"""The changes that a test makes on rank 1."""
 
 
 @pytest.mark.parametrize(

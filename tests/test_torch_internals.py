@@ -17,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from cs_kernels.engine.stacked.task_layers import is_task_layer
 from cs_kernels.torch_internals.autograd import edge_of, hooked, is_leaf
 from cs_kernels.torch_internals.ddp import FLAGS
-from cs_kernels.torch_internals.memory import is_in_foreign_memory, may_be_overwritten
+from cs_kernels.torch_internals.memory import (
+    is_in_foreign_memory,
+    lone_holders,
+    may_be_overwritten,
+)
 
 pytestmark = pytest.mark.loop
 
@@ -63,7 +67,7 @@ def test_holders_of_memory_are_known() -> None:
 
 
 KEPT: list[Any] = []
-"""What the functions and hooks below keep of a gradient."""
+"""Gradients, or other views of their memory, that the functions and hooks below keep."""
 
 
 class Keeping(torch.autograd.Function):
@@ -118,27 +122,35 @@ class _Inverse(torch.autograd.Function):
         return -grad
 
 
-@pytest.mark.parametrize("case", [*LONE, *HELD])
-def test_holders_of_arriving_gradients_are_known(case: str) -> None:
+def _overwritable(function: Callable[[Tensor, Tensor], Tensor]) -> list[bool]:
+    """Whether the gradients of two leaves may be overwritten as they arrive."""
     a, b = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
     found = []
     nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (a, b)]
     for node in nodes:
         node.register_prehook(lambda grads: found.append(may_be_overwritten(grads)))
-    (LONE | HELD)[case](a, b).exp().sum().backward()
+    function(a, b).exp().sum().backward()
     KEPT.clear()
+    return found
+
+
+@pytest.mark.parametrize("case", [*LONE, *HELD])
+def test_holders_of_arriving_gradients_are_known(case: str) -> None:
     message = CHANGED.format("torch_internals/memory.py", "the number of a gradient's holders")
-    assert found == [case in LONE] * 2, message
+    assert _overwritable((LONE | HELD)[case]) == [case in LONE] * 2, message
 
 
 def test_the_last_of_two_leaves_with_one_gradient_owns_it() -> None:
-    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
-    found = []
-    nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in (a, b)]
-    for node in nodes:
-        node.register_prehook(lambda grads: found.append(may_be_overwritten(grads)))
-    (a + b).exp().sum().backward()
-    assert found == [False, True]
+    assert _overwritable(lambda a, b: a + b) == [False, True]
+
+
+def test_nothing_is_overwritten_if_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs_kernels.torch_internals.memory._use_count", None)
+    lone_holders.cache_clear()
+    try:
+        assert _overwritable(LONE["a product"]) == [False, False]
+    finally:
+        lone_holders.cache_clear()
 
 
 def test_a_subclass_in_parameters_sees_the_functions_of_layers() -> None:

@@ -99,7 +99,7 @@ def plain_updates(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Updates and sums of gradients, by the names of shared parameters.
 
-    Of the package, this uses only TaskBatchNorm and the list of shared parameters.
+    This uses nothing of the package but TaskBatchNorm and the list of shared parameters.
     """
     shared, grads = shared_parameters(setup.trunk), {}
     for task in TASKS:

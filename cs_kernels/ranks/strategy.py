@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What ranks compare before the first step and in every step, and the trunk they train."""
+    """The trunk, and the values that ranks compare before the first step and in every step."""
 
     facts: Callable[[], Mapping[str, object]]
     """Descriptions of the arguments, by name."""

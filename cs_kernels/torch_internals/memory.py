@@ -11,6 +11,9 @@ from torch.nn import functional
 _OWN_HOLDERS = 2
 """The references to a storage that nothing else holds: the tensor's, and the Python object's."""
 
+_use_count: Any = getattr(Tensor, "_use_count", None)
+"""Counts the references to a tensor; None if torch does not count them."""
+
 
 def is_in_foreign_memory(grad: Tensor) -> bool:
     """Whether a later pass may overwrite a gradient.
@@ -33,7 +36,7 @@ class _Holders(NamedTuple):
     python: int
     tensor: int
     base: int
-    """Of the tensor that the gradient is a view of; 0 without one."""
+    """Those to the gradient's base if it is a view, otherwise 0."""
     storage: int
 
 
@@ -41,11 +44,10 @@ def _holders(grads: tuple[Tensor | None, ...]) -> _Holders:
     grad = grads[0]
     assert grad is not None
     base, storage = grad._base, grad.untyped_storage()
-    count: Any = Tensor._use_count  # type: ignore[attr-defined]
     return _Holders(
         sys.getrefcount(grad),
-        count(grad),
-        0 if base is None else count(base),
+        _use_count(grad),
+        0 if base is None else _use_count(base),
         torch._C._storage_Use_Count(storage._cdata),
     )
 
@@ -55,9 +57,11 @@ def lone_holders() -> frozenset[_Holders]:
     """The references that a hook sees to a gradient that autograd alone holds.
 
     They are counted in two backward passes, because they differ between versions of Python and of
-    torch: one gradient is a whole tensor, one a view.
+    torch: one gradient is a whole tensor, one a view. Empty if torch does not count references.
     """
     found = set[_Holders]()
+    if _use_count is None:
+        return frozenset()
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(2, 2, device="cpu", requires_grad=True)
         node = torch.autograd.graph.get_gradient_edge(leaf).node
@@ -79,4 +83,5 @@ def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
         return False
     whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     del grad
-    return whole and hasattr(Tensor, "_use_count") and _holders(grads) in lone_holders()
+    lone = lone_holders() if whole else frozenset()
+    return bool(lone) and _holders(grads) in lone

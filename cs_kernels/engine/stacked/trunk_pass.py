@@ -27,7 +27,7 @@ from cs_kernels.torch_internals.autograd import Edge, Reached, edge_of, is_leaf,
 
 
 class Pattern(NamedTuple):
-    """What determines the graph of a stacked pass: its outputs, layers and normalizations."""
+    """The outputs, layers and normalizations that determine the graph of a stacked pass."""
 
     outputs: tuple[tuple[str, frozenset[int]], ...]
     """Each task that takes part, in order, and the indices of the outputs that its loss uses."""
