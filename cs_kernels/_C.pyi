@@ -97,6 +97,9 @@ def sketch(
     key: int,
     sketch: int,
     bins: int,
+    update: int,
+    weight: float,
+    add: bool,
     threads: int,
 ) -> None: ...
 def solve(

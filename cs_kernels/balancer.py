@@ -22,6 +22,7 @@ from cs_kernels.balancing.arrivals import Arrivals, Blocks
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
+from cs_kernels.balancing.weighting import Weighting
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
@@ -143,7 +144,7 @@ class GradientBalancer:
         """The indices of reached parameters whose `.grad` was not None at the end of a block."""
         self._with_loss: set[str] = set()
         """The tasks whose last block on this rank was given a loss."""
-        self._hooks = Arrivals(self._parameters, self._take)
+        self._hooks = Arrivals(self._parameters, self._take, self._add)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
         self._release = weakref.finalize(self, _release, self._hooks, handle)
@@ -432,14 +433,19 @@ class GradientBalancer:
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
         self._reached.add(parameter)
-        if self._solves:
-            if grad.layout is not torch.strided:
-                raise TypeError(
-                    f"gradients of the parameters must be dense, got {grad.layout} for"
-                    f" parameter {self._named[parameter][0]}: leave this parameter out"
-                )
-            self._sketches.add(self._active, parameter, grad)
+        if self._solves and grad.layout is not torch.strided:
+            raise TypeError(
+                f"gradients of the parameters must be dense, got {grad.layout} for"
+                f" parameter {self._named[parameter][0]}: leave this parameter out"
+            )
         return self._factors[self._module_of[parameter]] if self._factors else None
+
+    def _add(self, parameter: int, grad: Tensor, weighting: Weighting | None) -> None:
+        """Adds a gradient to the sketches in steps that solve, and weights it."""
+        if self._active is not None and self._solves:
+            self._sketches.add(self._active, parameter, grad, weighting)
+        elif weighting is not None:
+            weighting.apply(grad)
 
     def _solve(self) -> None:
         products, losses = self._sketches.products(), self._sketches.losses

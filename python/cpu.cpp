@@ -132,8 +132,8 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 }
 
 void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, std::uint64_t key,
-            Address sketch, std::int64_t bins, int threads) {
-  cpu::sketch({type, data, size, index}, key, sketch, bins, threads);
+            Address sketch, std::int64_t bins, Address update, double weight, bool add, int threads) {
+  cpu::sketch({type, data, size, index, update, weight, add}, key, sketch, bins, threads);
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
@@ -175,5 +175,6 @@ void define_cpu(py::module_& module) {
   define_parallel("combine", &combine, "operands", "group_of", "groups", "weights",
                   "protected_task");
   define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter", "offsets");
-  define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "bins");
+  define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "bins",
+                  "update", "weight", "add");
 }

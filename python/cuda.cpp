@@ -168,7 +168,8 @@ void define_cuda(py::module_ module) {
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
                       Word{"state"}, Pointer{"counter"});
   define_launch(module, "sketch", "a sketch", &cuda::sketch, Type{"type"}, Pointer{"data"},
-                Int64{"size"}, Int64{"index"}, Word{"key"}, Pointer{"sketch"}, Int64{"bins"});
+                Int64{"size"}, Int64{"index"}, Word{"key"}, Pointer{"sketch"}, Int64{"bins"},
+                Pointer{"update"}, Pointer{"weight"}, Flag{"add"});
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
          "counter", "rate", "similarities", "stream");
 }

@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from cs_kernels.balancing.weighting import Weighting, weighting_of
 from cs_kernels.torch_internals.fsdp import (
     groups_of,
     is_sharded,
     modules_that_shard,
     sharded_parameters,
 )
-from cs_kernels.torch_internals.memory import lone_holders, may_be_overwritten
+from cs_kernels.torch_internals.memory import lone_holders
 
 Take = Callable[[int, Tensor], Tensor | None]
 """Takes the index of a parameter and its gradient; returns the gradient's weight, or None to leave
 the gradient unchanged."""
+Add = Callable[[int, Tensor, Weighting | None], None]
+"""Takes the same, and how to weight the gradient; adds it to the sketches and to the update."""
 
 
 class Blocks:
@@ -68,11 +71,13 @@ class Arrivals:
     Args:
         parameters: The parameters.
         take: A bound method, referenced weakly; called with each gradient before its accumulation.
+        add: The same, called after `take`.
 
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], take: Take) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], take: Take, add: Add) -> None:
         self._take = weakref.WeakMethod(take)
+        self._add = weakref.WeakMethod(add)
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
@@ -104,7 +109,7 @@ class Arrivals:
             if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
                 self._disconnect(n)
                 node = _node_of(leaf)
-                handle = node.register_prehook(_Arrival(self._take, n, leaf))
+                handle = node.register_prehook(_Arrival(self._take, self._add, n, leaf))
                 self._nodes[n] = (*kind, node, handle)
 
     def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
@@ -138,36 +143,34 @@ def _node_of(leaf: Tensor) -> Any:
 class _Arrival:
     """The hook of a leaf's node."""
 
-    def __init__(self, take: "weakref.WeakMethod[Take]", number: int, leaf: Tensor) -> None:
+    def __init__(
+        self,
+        take: "weakref.WeakMethod[Take]",
+        add: "weakref.WeakMethod[Add]",
+        number: int,
+        leaf: Tensor,
+    ) -> None:
         self._take = take
+        self._add = add
         self._number = number
         self._leaf = leaf
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        take = self._take()
+        take, add = self._take(), self._add()
         # The node still runs if the parameter was frozen after the forward pass.
-        if take is None or grads[0] is None or not self._leaf.requires_grad:
+        if take is None or add is None or grads[0] is None or not self._leaf.requires_grad:
             return None
-        # The gradient gets no name here, because its holders are counted.
-        weight, total = take(self._number, grads[0]), self._leaf.grad
+        weight = take(self._number, grads[0])
         if weight is None:
+            add(self._number, grads[0], None)
             return None
-        # Half precision would round the weight; graphs of gradients need the unweighted gradient.
-        in_place = grads[0].dtype.itemsize > 2 and not torch.is_grad_enabled()
-        # A weighted copy would need fresh memory, which would dominate the time.
-        if in_place and total is None and may_be_overwritten(grads):
-            grads[0].mul_(weight)
+        # Graphs of gradients need the unweighted gradient.
+        plain = type(grads[0]) is Tensor and grads[0].layout is torch.strided
+        if torch.is_grad_enabled() or not plain:
+            add(self._number, grads[0], None)
+            return ((grads[0] * weight).to(grads[0].dtype),)
+        weighting = weighting_of(grads, self._leaf, weight)
+        add(self._number, grads[0], weighting)
+        if weighting.update is grads[0]:
             return None
-        if in_place and total is not None and _adds_in_place(total, grads[0], self._leaf):
-            total.addcmul_(grads[0], weight)
-            return (None,)
-        if grads[0].dtype.itemsize == 2:
-            return ((grads[0].float() * weight).to(grads[0].dtype),)
-        return ((grads[0] * weight).to(grads[0].dtype),)
-
-
-def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
-    """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
-    alike = total.dtype is grad.dtype and total.shape == grad.shape
-    dense = total.layout is torch.strided is grad.layout
-    return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+        return (None if weighting.add else weighting.update,)

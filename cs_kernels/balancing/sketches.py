@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from cs_kernels.balancing.weighting import Weighting
 from cs_kernels.gradients import as_real
 from cs_kernels.ops.checks import LEAST_SKETCH
 from cs_kernels.ops.random import splitmix64
@@ -63,19 +65,34 @@ class Sketches:
             self.is_empty = True
         self._key = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
 
-    def add(self, task: int, parameter: int, grad: Tensor) -> None:
-        """Adds a gradient to a task's sketch, reading it once; micro-batches add up."""
+    def add(
+        self, task: int, parameter: int, grad: Tensor, weighting: Weighting | None = None
+    ) -> None:
+        """Adds a gradient to a task's sketch and weights it, reading it once; passes add up."""
+        self.is_empty = False
         if self._values.is_cuda:  # Backward passes may use several streams.
             stream = torch.cuda.current_stream(self._values.device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        self.is_empty = False
         module, offset = self._module_of[parameter], self._offsets[parameter]
-        grad = as_real(grad.detach())
-        if grad.numel() > _SMALL:
-            self._run(task, module, [grad], [offset])
+        if weighting is not None and grad.numel() > _SMALL and _is_fast(grad, weighting.update):
+            update, weight, add = weighting
+            sketch = self._of_modules[task][module]
+            increment_version(update)
+            torch.ops.cs_kernels.sketch_and_weight_.default(
+                sketch, [update], [grad], [offset], self._key, weight, add
+            )
             return
+        real = as_real(grad.detach())
+        if real.numel() > _SMALL:
+            self._run(task, module, [real], [offset])
+        else:
+            self._copy(task, module, real, offset)
+        if weighting is not None:
+            weighting.apply(grad)
+
+    def _copy(self, task: int, module: int, grad: Tensor, offset: int) -> None:
         grads, offsets = self._small.setdefault((task, module), ([], []))
         grads.append(grad.clone())  # A later pass may write into the gradient's memory.
         offsets.append(offset)
@@ -146,6 +163,11 @@ _SMALL, _MOST_COPIED = 1 << 17, 1 << 18
 """The maximum number of elements of a small gradient, and of all copies before they are added."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
+
+
+def _is_fast(grad: Tensor, update: Tensor) -> bool:
+    """Whether the kernel that sketches and weights at once needs no copies."""
+    return grad.is_contiguous() and update.is_contiguous() and not grad.is_complex()
 
 
 def _power_of_two(numel: int) -> int:

@@ -243,6 +243,17 @@ def _(*_: object) -> None:
     """
 
 
+@_operator(
+    "sketch_and_weight_(Tensor(a!) sketch, Tensor(b!)[] updates, Tensor[] tensors, int[] offsets,"
+    " int seed, Tensor weight, bool add) -> ()"
+)
+def _(*_: object) -> None:
+    """As `sketch_`; in the same pass, sets updates to weight * tensors, or adds this with `add`.
+
+    The weight is a float64 scalar. Unlike other updates, an update may be its own tensor.
+    """
+
+
 def _weights(gramian: Tensor, *_: object) -> Tensor:
     """Returns float64 weights [..., K] for Gramians [..., K, K]."""
     return gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)

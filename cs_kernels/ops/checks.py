@@ -348,6 +348,19 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
             )
 
 
+def check_weighting(updates: Tensors, tensors: Tensors, weight: Tensor) -> None:
+    """Checks the arguments by which `sketch_and_weight_` differs from `sketch_`."""
+    check_count(len(updates), len(tensors), "updates", "one per tensor")
+    for update, tensor in zip(updates, tensors, strict=True):
+        check_like(update, tensor, "updates")
+        check_writable(update, "updates")
+    if weight.dtype is not torch.float64 or weight.ndim:
+        raise ValueError(
+            f"weight must be a float64 scalar, got {weight.dtype} of shape {tuple(weight.shape)}"
+        )
+    check_device(weight, device_of(tensors), "weight")
+
+
 def check_solver(name: str, gramian: Tensor, *options: object) -> None:
     tasks = gramian.shape[-1] if gramian.ndim else 0
     if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= MOST_TASKS:

@@ -8,7 +8,7 @@ from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
-from cs_kernels.ops.compiled.sketch import SketchOperators
+from cs_kernels.ops.compiled.sketch import SketchOperators, Weighting
 from cs_kernels.ops.operands import (
     SOLVER_NUMBERS,
     TYPES,
@@ -142,7 +142,9 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
             threads=torch.get_num_threads(),
         )
 
-    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+    def run_sketch(
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+    ) -> None:
         _C.sketch(
             type=TYPES[tensor.dtype],
             data=tensor.data_ptr(),
@@ -151,6 +153,9 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
             key=key,
             sketch=sketch.data_ptr(),
             bins=len(sketch),
+            update=address_of(weighting and weighting.update),
+            weight=float(weighting.weight) if weighting else 0.0,
+            add=weighting is not None and weighting.add,
             threads=torch.get_num_threads(),
         )
 

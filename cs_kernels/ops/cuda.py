@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
+from cs_kernels.ops.compiled.sketch import Weighting
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.gpu.device import on_device, stream_of
@@ -183,7 +184,9 @@ class CudaOperators(GpuOperators):
             counter=address_of(counter),
         )
 
-    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+    def run_sketch(
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+    ) -> None:
         """One thread per bin."""
         with on_device(sketch.device):
             _kernels.sketch(
@@ -194,6 +197,9 @@ class CudaOperators(GpuOperators):
                 key=key,
                 sketch=sketch.data_ptr(),
                 bins=len(sketch),
+                update=address_of(weighting and weighting.update),
+                weight=address_of(weighting and weighting.weight),
+                add=weighting is not None and weighting.add,
                 stream=stream_of(sketch.device),
             )
 

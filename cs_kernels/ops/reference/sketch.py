@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Ints, Tensors
-from cs_kernels.ops.checks import check_sketch
+from cs_kernels.ops.checks import check_sketch, check_weighting
 from cs_kernels.ops.random import random_key, splitmix64, words
 
 
@@ -23,3 +23,20 @@ def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
             signs = words(key, index >> 5) >> (index & 31) & 1
             some = elements[index - offset].to(sketch.dtype)
             sketch[present] += torch.where(signs == 1, -some, some)
+
+
+def sketch_and_weight_(
+    sketch: Tensor,
+    updates: Tensors,
+    tensors: Tensors,
+    offsets: Ints,
+    seed: int,
+    weight: Tensor,
+    add: bool,
+) -> None:
+    """Adds the tensors to the sketch, then to the updates, in float64."""
+    check_weighting(updates, tensors, weight)
+    sketch_(sketch, tensors, offsets, seed)
+    for update, tensor in zip(updates, tensors, strict=True):
+        product = tensor.double() * weight
+        update.copy_(update + product if add else product)

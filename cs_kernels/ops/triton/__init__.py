@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cs_kernels.ops.compiled.sketch import Weighting
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, on_device, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
@@ -189,12 +190,20 @@ class TritonOperators(GpuOperators):
         drawn = _in_memory(launch.table.device, state, counter)
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
-    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+    def run_sketch(
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+    ) -> None:
         """One program per BINS bins."""
         with on_device(sketch.device):
             words = upload([_signed(key), offset, tensor.numel()], sketch.device)
+            update, weight, add = weighting or (tensor, words, False)
             sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
-                sketch, tensor, words, SIZE=len(sketch), **OPTIONS
+                *(sketch, tensor, words, update, weight),
+                SIZE=len(sketch),
+                DTYPE=_DTYPES[tensor.dtype],
+                UPDATES=weighting is not None,
+                ADDS=add,
+                **OPTIONS,
             )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:

@@ -30,12 +30,17 @@ struct SketchTensor {
   const void* data; // dense
   std::int64_t size;
   std::int64_t index; // the first element's index
+  // weight * data is written or, with `add`, added to `update`, which is null or dense, and may be
+  // `data`.
+  void* update;
+  double weight;
+  bool add;
 };
 
 namespace cpu {
 
-// Adds the elements, with their signs, to sketch [bins]. Reads every element once; the sketch stays
-// in cache.
+// Adds the elements, with their signs, to sketch [bins]. Reads every element once, and writes or
+// changes each element of an update once; the sketch stays in cache.
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
             int threads);
 

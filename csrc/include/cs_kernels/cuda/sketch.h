@@ -8,7 +8,8 @@
 namespace cs_kernels::cuda {
 
 // Adds a tensor's elements, with pseudorandom signs, to sketch [bins]. Reads every element once;
-// reads and writes the sketch once.
+// reads and writes the sketch once. Writes every element of an update once, and reads it before with
+// `add`.
 struct SketchLaunch {
   DataType type;
   const void* data; // dense
@@ -17,6 +18,9 @@ struct SketchLaunch {
   std::uint64_t key;
   float* sketch;
   std::int64_t bins;
+  void* update; // where the elements times the weight go, or null; dense; may be `data`
+  const double* weight;
+  bool add; // to `update`
 };
 Status sketch(const SketchLaunch& launch, Stream stream);
 
