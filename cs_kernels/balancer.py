@@ -22,7 +22,7 @@ from cs_kernels.balancing.arrivals import Arrivals, Blocks
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
-from cs_kernels.balancing.weighting import Weighting
+from cs_kernels.balancing.weighting import Factor, factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
@@ -122,9 +122,9 @@ class GradientBalancer:
         self._module_of = [numbers[module] for module in modules]
         self._layers = tuple(numbers) if by_layer else ()
         device = self._parameters[0].device
-        numels = [p.numel() * (2 if p.is_complex() else 1) for p in self._parameters]
+        real = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
         self._sketches = Sketches(
-            len(self.tasks), numels, self._module_of, size, device, checked_seed(seed)
+            len(self.tasks), real, self._module_of, size, device, checked_seed(seed)
         )
         self._products = Products(len(self._sketches.sizes), len(self.tasks), device)
         self._weights: Tensor | None = None
@@ -132,8 +132,10 @@ class GradientBalancer:
         self._steps = 0
         self._active: int | None = None
         """The index of the task whose `with` block is open."""
-        self._factors: Sequence[Tensor] = ()
+        self._factors: Sequence[Factor] = ()
         """The active task's weights, by module; empty before the first solve."""
+        self._sketching = False
+        """Whether the open `with` block adds its gradients to the sketches."""
         self._arrived = False
         """Whether a gradient has arrived in the open `with` block."""
         self._warned: set[str] = set()
@@ -144,7 +146,7 @@ class GradientBalancer:
         """The indices of reached parameters whose `.grad` was not None at the end of a block."""
         self._with_loss: set[str] = set()
         """The tasks whose last block on this rank was given a loss."""
-        self._hooks = Arrivals(self._parameters, self._take, self._add)
+        self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
         self._release = weakref.finalize(self, _release, self._hooks, handle)
@@ -179,10 +181,13 @@ class GradientBalancer:
         self._hooks.connect()
         self._blocks.open()
         self._active, self._arrived = self.tasks.index(task), False
-        self._factors = () if self._weights is None else self._weights[:, self._active].unbind()
+        self._factors = () if self._weights is None else factors(self._weights[:, self._active])
+        self._sketching = self._solves
+        if self._sketching:
+            self._sketches.open(self._active)
         try:
             yield
-            self._sketches.add_small()
+            self._sketches.close()
             if loss is None:
                 self._with_loss.discard(task)
             elif self._solves:
@@ -423,9 +428,12 @@ class GradientBalancer:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
-    def _take(self, parameter: int, grad: Tensor) -> Tensor | None:
-        """Takes a gradient on its way to `.grad`; returns its weight, or None for the weight 1."""
-        if self._active is None:
+    def _take(
+        self, parameter: int, grads: tuple[Tensor | None, ...], leaf: Tensor
+    ) -> tuple[Tensor | None] | None:
+        """Sketches a gradient on its way to `.grad` and weights it; see `Take`."""
+        # The gradient gets no name before its holders are counted.
+        if self._active is None or grads[0] is None:
             return None
         if not self._arrived:
             self._arrived = True
@@ -433,19 +441,27 @@ class GradientBalancer:
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
         self._reached.add(parameter)
-        if self._solves and grad.layout is not torch.strided:
+        strided = grads[0].layout is torch.strided
+        if self._sketching and not strided:
             raise TypeError(
-                f"gradients of the parameters must be dense, got {grad.layout} for"
+                f"gradients of the parameters must be dense, got {grads[0].layout} for"
                 f" parameter {self._named[parameter][0]}: leave this parameter out"
             )
-        return self._factors[self._module_of[parameter]] if self._factors else None
-
-    def _add(self, parameter: int, grad: Tensor, weighting: Weighting | None) -> None:
-        """Adds a gradient to the sketches in steps that solve, and weights it."""
-        if self._active is not None and self._solves:
-            self._sketches.add(self._active, parameter, grad, weighting)
-        elif weighting is not None:
-            weighting.apply(grad)
+        factor = self._factors[self._module_of[parameter]] if self._factors else None
+        update, adds = None, False
+        # Graphs of gradients need the unweighted gradient.
+        if factor and strided and type(grads[0]) is Tensor and not torch.is_grad_enabled():
+            update, adds = update_of(grads, leaf)
+        grad = grads[0]
+        if self._sketching:
+            add = self._sketches.add_and_weigh
+            if factor and add(parameter, grad, update, factor.weight, adds=adds):
+                return (None,) if adds else None
+            self._sketches.add(parameter, grad)
+        if factor is None:
+            return None
+        result = weigh(grad, factor.number, update, adds=adds)
+        return (None if adds else result,)
 
     def _solve(self) -> None:
         products, losses = self._sketches.products(), self._sketches.losses

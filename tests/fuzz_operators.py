@@ -163,6 +163,8 @@ class Draw(random.Random):
             "sketch": self.laid_out(torch.zeros(self.choice([256, 512, 2048]))),
             "tensors": weights,
             "offsets": [self.choice([0, 5, 2**32 - 7, 2**62]) for _ in weights],
+            "weight": torch.tensor(self.choice([0.0, 0.7, -3.0]), dtype=wide),
+            "add": self.chance(0.5),
         }
 
     def solver(self, name: str) -> tuple[Any, ...]:
@@ -215,6 +217,8 @@ class Draw(random.Random):
             of_tensors = (grads[t * tasks : (t + 1) * tasks] for t in range(len(result[0])))
             found = (next((g for g in of if g is not None), None) for of in of_tensors)
             result[0] = [u if g is None else g for u, g in zip(result[0], found, strict=True)]
+        if name == "sketch_and_weight_" and self.chance(0.3):
+            result[1] = [*result[2]]
         while self.chance(0.25):
             self.spoil(result)
         return result
@@ -276,6 +280,9 @@ def overlapping(name: str, arguments: Any) -> bool:
         owners = [update for update in updates for _ in range(tasks)]
         others = [g for g, update in zip_longest(grads, owners) if g is not update]
         arguments = [updates, others, *arguments[2:]]
+    if name == "sketch_and_weight_":
+        own = [t for t, update in zip_longest(arguments[2], arguments[1]) if t is not update]
+        arguments = [*arguments[:2], own, *arguments[3:]]
     places = [x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if is_plain(x)]
     counts = Counter(places)
     return any(
@@ -319,6 +326,9 @@ def difference(
     low = any(x.dtype.itemsize < 4 or (loose and x.dtype.itemsize < 8) for x in floating)
     precision = 2.0**-16 if low else 2.0**-38
     grads, tasks, updates = named.get("grads", []), named.get("tasks"), named.get("updates", [])
+    first_update = 0
+    if name == "sketch_and_weight_":
+        grads, tasks, first_update = named["tensors"], 1, 1
     factor = max([1.0, *map(norm, [named.get("weights")] if name == "combine_" else [])])
     for n, (a, b) in enumerate(zip(found, expected, strict=True)):
         if not is_plain(a):
@@ -327,10 +337,11 @@ def difference(
             return f"{a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}"
         wide, exact = a.detach().double(), b.detach().double()
         size, few = exact.nan_to_num(0, 0, 0).abs(), 0
-        if n < len(updates) and b.is_floating_point():
-            of_tensor = [g for g in grads[n * tasks : (n + 1) * tasks] if g is not None]
+        t = n - first_update
+        if 0 <= t < len(updates) and b.is_floating_point():
+            of_tensor = [g for g in grads[t * tasks : (t + 1) * tasks] if g is not None]
             size = size.max() if size.numel() else size
-            size = size + factor * sum(map(norm, [*of_tensor, updates[n]]))
+            size = size + factor * sum(map(norm, [*of_tensor, updates[t]]))
             epsilon = 16 * torch.finfo(b.dtype).eps
             bound = size * (64 * epsilon if loose or b.dtype is torch.float64 else epsilon)
             chooses = name == "drop_signs_" or named.get("protected") is not None

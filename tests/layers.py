@@ -177,6 +177,10 @@ def operator_calls() -> dict[str, tuple[Any, ...]]:
         "gramian": (grads, [0, 1], 2, 2),
         "combine_": (updates, grads, torch.rand(2, 2), [1, 0], 2),
         "sketch_": (torch.zeros(512), [torch.randn(4, 3), torch.randn(700)], [5, 17], 1),
+        "sketch_and_weight_": (
+            *(torch.zeros(512), [torch.randn(4, 3), torch.randn(700)]),
+            *([torch.randn(4, 3), torch.randn(700)], [5, 17], 1, torch.tensor(0.7).double(), True),
+        ),
         "drop_signs_": (updates, grads, [0.0, 0.5], 1, 2, 2),
     }
     for name in SOLVERS:

@@ -63,6 +63,10 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     sketch = torch.zeros(512)
     ops.sketch_(sketch, updates, [10000 * n for n in range(len(updates))], 1)
     add("sketch", sketch)
+    moved = [update.clone() for update in updates]
+    given = moved, updates, [10000 * n for n in range(len(updates))]
+    ops.sketch_and_weight_(sketch, *given, 1, torch.tensor(0.7).double(), True)
+    add("sketch_and_weight", sketch, *moved)
 rows = torch.randn(64, 4, 6).double()
 gramian = rows @ rows.mT
 for name in SOLVERS:
@@ -226,6 +230,7 @@ def test_the_baseline_has_the_same_bits_everywhere() -> None:
         "combine": "d40eb91527d5e88c",
         "drop_signs": "33d6009d5dc24da2",
         "sketch": "88d6f9ca84d8e566",
+        "sketch_and_weight": "a7406b529748364a",
         "pcgrad": "0588ec47803fe340",
         "cagrad": "6dfbaef8114c636f",
         "mgda": "ab820c1904819722",

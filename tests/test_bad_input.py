@@ -417,6 +417,20 @@ def _sketch(*shape: int, step: int = 1, offsets: Sequence[int] = (0,)) -> tuple[
     return "sketch_", zeros(shape)[..., ::step], [ones(4)], [*offsets], 0
 
 
+def _weighting(**change: object) -> tuple[object, ...]:
+    given = {"updates": [zeros(4)], "weight": ones(()).double(), **change}
+    return (
+        "sketch_and_weight_",
+        zeros(256),
+        given["updates"],
+        [ones(4)],
+        [0],
+        0,
+        given["weight"],
+        True,
+    )
+
+
 SQUARE = r"gramian must have shape \[\.\.\., K, K\]"
 STAGES = "project_conflicts_", "phase2_products_"
 
@@ -436,6 +450,11 @@ STAGES = "project_conflicts_", "phase2_products_"
             _sketch(256, offsets=[2**63 - 2**30 - 3]),
             r"offsets must lie in \[0, 2\^63 - 2\^30 - 4\]",
         ),
+        (_weighting(updates=[]), "updates must have 1 entries, one per tensor, got 0"),
+        (_weighting(updates=[zeros(3)]), r"updates must be torch.float32 of shape \(4,\)"),
+        (_weighting(updates=[zeros(1).expand(4)]), "updates must not have elements that share"),
+        (_weighting(weight=ones(())), "weight must be a float64 scalar, got torch.float32"),
+        (_weighting(weight=ones(1).double()), r"weight must be a float64 scalar, .* \(1,\)"),
         *((("upgrad_weights", g), SQUARE) for g in (ones(3), ones(2, 3), ones(0, 0), ones(()))),
         (_energies((2, 4), 2, [8]), r"energies must have shape \(8,\), got \(2, 4\)"),
         (_energies((9,), 2, [8]), r"energies must have shape \(8,\), got \(9,\)"),

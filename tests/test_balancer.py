@@ -298,11 +298,11 @@ class _Kept(torch.autograd.Function):
         return _Kept.buffer.copy_(grad)
 
 
-@pytest.mark.parametrize(("small", "most"), [(0, 0), (500, 9999), (500, 300), (4096, 9999)])
-def test_small_gradients_are_sketched_together(monkeypatch: Any, small: int, most: int) -> None:
+@pytest.mark.parametrize("buffer", [0, 50, 300, 9999])
+def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) -> None:
     """Some of the gradients are in memory that the next pass of the block overwrites."""
-    monkeypatch.setattr("cs_kernels.balancing.sketches._SMALL", small)
-    monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_COPIED", most)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", buffer)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._SHARE", 1 << 30)
     training = Training(cs.UPGrad())
     network, rows = training.network, []
     for task in TASKS:

@@ -58,7 +58,9 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, None, offsets)
     sketch = torch.zeros(512)
     _ops.sketch_(sketch, [grads[0], plain[1][0]], [300, 5], 1)
-    return [*written, *updates, sketch]
+    before, weight = updates[0].clone(), torch.tensor(0.7).double()
+    _ops.sketch_and_weight_(sketch, [before], [grads[0]], [300], 1, weight, True)
+    return [*written, *updates, sketch, before]
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:

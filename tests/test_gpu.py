@@ -61,11 +61,14 @@ def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[
         return updates
 
     sums = torch.zeros(512, device=grads[0].device)
+    weight = torch.full((), 0.7, dtype=torch.float64, device=grads[0].device)
 
     def sketch() -> list[Tensor]:
         sums.zero_()
         _ops.sketch_(sums, grads[:2], [0, 1000], 1)
-        return [sums]
+        given = sums, updates, grads[::tasks], [5000 * n for n in range(len(updates))], 1
+        _ops.sketch_and_weight_(*given, weight, True)
+        return [sums, *updates]
 
     def by_gramian(name: str) -> list[Tensor]:
         gramian = _ops.gramian(grads, zeros, 1, tasks)

@@ -101,3 +101,46 @@ def test_special_values_arrive(backend: str) -> None:
     for value in (torch.inf, torch.nan):
         assert _sketched(torch.tensor([1.0, value])).isfinite().logical_not().sum() == 1
     assert torch.equal(_sketched(torch.empty(0), torch.ones(3)), _sketched(torch.ones(3)))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("place", ["own", "other", "added"])
+@pytest.mark.parametrize("weight", [0.7, 0.0, -1e-3])
+@pytest.mark.parametrize("shape", [(6, 20, 3, 3), (3, 1, 1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weighting(
+    backend: str, dtype: torch.dtype, shape: tuple[int, ...], weight: float, place: str, memory: str
+) -> None:
+    """The sketch has the bits of `sketch_`; updates are rounded once."""
+    x = laid_out(torch.randn(shape).to(dtype), memory)
+    update = x if place == "own" else laid_out(torch.randn(shape).to(dtype), memory)
+    before, plain = update.double() if place == "added" else 0.0, _sketched(x, offset=77)
+    expected = (before + weight * x.double()).to(dtype)
+    sketch, scalar = torch.zeros(1024), torch.tensor(weight, dtype=torch.float64)
+    given = sketch, [update], [x], [77], 3, scalar, place == "added"
+    torch.ops.cs_kernels.sketch_and_weight_(*given)
+    assert torch.equal(sketch, plain)
+    torch.testing.assert_close(update, expected)
+
+
+@pytest.mark.kernel("cpu")
+@pytest.mark.parametrize("add", [False, True])
+def test_weighting_of_large_tensors(add: bool) -> None:
+    """Every element is weighted once, wherever threads, blocks and pieces end."""
+    x = torch.randn(1_200_000)
+    for numbers, offset in ((1_200_000, 77), (70_001, 65_536), (9_000, 3)):
+        update, sketch = torch.ones(numbers), torch.zeros(65536)
+        given = [x[:numbers]], [offset], 3, torch.tensor(0.7).double(), add
+        torch.ops.cs_kernels.sketch_and_weight_(sketch, [update], *given)
+        assert torch.equal(sketch, _sketched(x[:numbers], size=65536, offset=offset))
+        torch.testing.assert_close(update, float(add) + 0.7 * x[:numbers])
+
+
+def test_a_weight_of_zero_shows_what_is_not_finite(backend: str) -> None:
+    for add in (False, True):
+        update, zero = torch.ones(2), torch.zeros((), dtype=torch.float64)
+        given = [torch.tensor([torch.inf, 1.0])], [0], 3, zero, add
+        torch.ops.cs_kernels.sketch_and_weight_(torch.zeros(256), [update], *given)
+        assert update.isnan().tolist() == [True, False]
+        assert update[1] == float(add)

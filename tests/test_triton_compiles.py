@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
@@ -160,9 +161,19 @@ test_drop_signs = _of_gradients(combine.drop_signs_kernel)
 
 @pytest.mark.each
 @pytest.mark.parametrize("size", [256, 65536])
+@pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_sketch(check: Callable[..., Contractions], dtype: torch.dtype, size: int) -> None:
-    check(sketch.sketch_kernel, {"SIZE": size}, data=TYPES[dtype], sketch="*fp32", words="*i64")
+def test_sketch(
+    check: Callable[..., Contractions], dtype: torch.dtype, updates: bool, size: int
+) -> None:
+    constants = {
+        "SIZE": size,
+        "DTYPE": tl.dtype(TYPES[dtype][1:]),
+        "UPDATES": updates,
+        "ADDS": updates,
+    }
+    tensors = {"data": TYPES[dtype], "update": TYPES[dtype], "weight": "*fp64"}
+    check(sketch.sketch_kernel, constants, **tensors, sketch="*fp32", words="*i64")
 
 
 @pytest.mark.each

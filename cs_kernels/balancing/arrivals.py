@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from cs_kernels.balancing.weighting import Weighting, weighting_of
 from cs_kernels.torch_internals.fsdp import (
     groups_of,
     is_sharded,
@@ -18,11 +17,9 @@ from cs_kernels.torch_internals.fsdp import (
 )
 from cs_kernels.torch_internals.memory import lone_holders
 
-Take = Callable[[int, Tensor], Tensor | None]
-"""Takes the index of a parameter and its gradient; returns the gradient's weight, or None to leave
-the gradient unchanged."""
-Add = Callable[[int, Tensor, Weighting | None], None]
-"""Takes the same, and how to weight the gradient; adds it to the sketches and to the update."""
+Take = Callable[[int, tuple[Tensor | None, ...], Tensor], tuple[Tensor | None] | None]
+"""Takes the index of a parameter, its gradient as the hook's argument, and the parameter; returns
+what autograd accumulates instead, or None to leave the gradient unchanged."""
 
 
 class Blocks:
@@ -71,13 +68,11 @@ class Arrivals:
     Args:
         parameters: The parameters.
         take: A bound method, referenced weakly; called with each gradient before its accumulation.
-        add: The same, called after `take`.
 
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], take: Take, add: Add) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], take: Take) -> None:
         self._take = weakref.WeakMethod(take)
-        self._add = weakref.WeakMethod(add)
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
@@ -109,7 +104,7 @@ class Arrivals:
             if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
                 self._disconnect(n)
                 node = _node_of(leaf)
-                handle = node.register_prehook(_Arrival(self._take, self._add, n, leaf))
+                handle = node.register_prehook(_Arrival(self._take, n, leaf))
                 self._nodes[n] = (*kind, node, handle)
 
     def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
@@ -143,34 +138,14 @@ def _node_of(leaf: Tensor) -> Any:
 class _Arrival:
     """The hook of a leaf's node."""
 
-    def __init__(
-        self,
-        take: "weakref.WeakMethod[Take]",
-        add: "weakref.WeakMethod[Add]",
-        number: int,
-        leaf: Tensor,
-    ) -> None:
+    def __init__(self, take: "weakref.WeakMethod[Take]", number: int, leaf: Tensor) -> None:
         self._take = take
-        self._add = add
         self._number = number
         self._leaf = leaf
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        take, add = self._take(), self._add()
+        take = self._take()
         # The node still runs if the parameter was frozen after the forward pass.
-        if take is None or add is None or grads[0] is None or not self._leaf.requires_grad:
+        if take is None or grads[0] is None or not self._leaf.requires_grad:
             return None
-        weight = take(self._number, grads[0])
-        if weight is None:
-            add(self._number, grads[0], None)
-            return None
-        # Graphs of gradients need the unweighted gradient.
-        plain = type(grads[0]) is Tensor and grads[0].layout is torch.strided
-        if torch.is_grad_enabled() or not plain:
-            add(self._number, grads[0], None)
-            return ((grads[0] * weight).to(grads[0].dtype),)
-        weighting = weighting_of(grads, self._leaf, weight)
-        add(self._number, grads[0], weighting)
-        if weighting.update is grads[0]:
-            return None
-        return (None if weighting.add else weighting.update,)
+        return take(self._number, grads, self._leaf)

@@ -1,24 +1,30 @@
 """A linear sketch of each task's gradient, from which the dot products are estimated."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from cs_kernels.balancing.weighting import Weighting
 from cs_kernels.gradients import as_real
+from cs_kernels.ops import run_sketch
+from cs_kernels.ops.aliases import Weighting
 from cs_kernels.ops.checks import LEAST_SKETCH
-from cs_kernels.ops.random import splitmix64
+from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ranks.collectives import all_reduce
 
 
 class Sketches:
     """The sketches of K tasks in one tensor: a row per task, with a sketch per module.
 
+    Small gradients are added up in a buffer, and sketched together at the end of a task's passes,
+    because a call for each of them would take longer.
+
     Args:
         tasks: K.
-        numels: The number of elements of each parameter, counted as real numbers.
+        shapes: The shape of each parameter; complex ones as pairs of real numbers, [..., 2].
         module_of: The index of each parameter's module. Each module has its own sketch.
         size: The number of elements of a sketch, a power of two. A module with fewer elements has a
             smaller sketch that holds all of them, so its dot products are exact.
@@ -30,19 +36,26 @@ class Sketches:
     def __init__(
         self,
         tasks: int,
-        numels: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
         module_of: Sequence[int],
         size: int,
         device: torch.device,
         seed: int,
     ) -> None:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
-        of_modules = [0] * (1 + max(module_of))
-        self._offsets = []
+        numels = [*map(math.prod, shapes)]
+        small = _small(numels)
+        modules = 1 + max(module_of)
+        of_modules, of_small = [0] * modules, [0] * modules
+        self._offsets = [0] * len(shapes)
         """The index of each parameter's first element; no two modules share an index."""
-        for numel, module in zip(numels, module_of, strict=True):
-            self._offsets.append((module << _MODULE_BITS) + of_modules[module])
-            of_modules[module] += numel
+        # A module's small parameters have consecutive indices, as they have in the buffer.
+        order = sorted(range(len(shapes)), key=lambda n: (module_of[n], n not in small))
+        for n in order:
+            module = module_of[n]
+            self._offsets[n] = (module << _MODULE_BITS) + of_modules[module]
+            of_modules[module] += numels[n]
+            of_small[module] += numels[n] * (n in small)
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
         # The number of blocks per module; two elements of one block never share a bin.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
@@ -50,8 +63,15 @@ class Sketches:
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
-        self._small: dict[tuple[int, int], tuple[list[Tensor], list[int]]] = {}
-        """By task and module: copies of small gradients not yet added, and their offsets."""
+        self._buffer = torch.zeros(sum(of_small), dtype=torch.float32, device=device)
+        self._parts = torch.split(self._buffer, of_small)
+        """The part of the buffer for each module."""
+        in_order = [n for n in order if n in small]
+        views = torch.split(self._buffer, [numels[n] for n in in_order])
+        self._views = {n: view.view(shapes[n]) for n, view in zip(in_order, views, strict=True)}
+        """The part of the buffer for each small parameter."""
+        self._arrived = set[int]()
+        """The modules whose part of the buffer has gradients."""
         self._stream: torch.cuda.Stream | None = None
         """The last stream on which a gradient was added."""
         self.is_empty = True
@@ -63,59 +83,66 @@ class Sketches:
         if not self.is_empty:
             self._values.zero_()
             self.is_empty = True
-        self._key = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
+        self._key = random_key((splitmix64(self._seed) + step) & ((1 << 63) - 1), 0)
 
-    def add(
-        self, task: int, parameter: int, grad: Tensor, weighting: Weighting | None = None
-    ) -> None:
-        """Adds a gradient to a task's sketch and weights it, reading it once; passes add up."""
+    def open(self, task: int) -> None:
+        """Begins passes of a task."""
+        self._run = run_sketch(self._values.device.type)
+        self._rows = self._of_modules[task]
+
+    def add(self, parameter: int, grad: Tensor) -> None:
+        """Adds a gradient to the task's sketch, reading it once; micro-batches add up."""
         self.is_empty = False
-        if self._values.is_cuda:  # Backward passes may use several streams.
-            stream = torch.cuda.current_stream(self._values.device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-        module, offset = self._module_of[parameter], self._offsets[parameter]
-        if weighting is not None and grad.numel() > _SMALL and _is_fast(grad, weighting.update):
-            update, weight, add = weighting
-            sketch = self._of_modules[task][module]
-            increment_version(update)
-            torch.ops.cs_kernels.sketch_and_weight_.default(
-                sketch, [update], [grad], [offset], self._key, weight, add
-            )
-            return
-        real = as_real(grad.detach())
-        if real.numel() > _SMALL:
-            self._run(task, module, [real], [offset])
+        if self._values.is_cuda:
+            self._wait()
+        module = self._module_of[parameter]
+        grad = as_real(grad.detach() if grad.requires_grad else grad)
+        if parameter in self._views:
+            self._views[parameter].add_(grad)
+            self._arrived.add(module)
         else:
-            self._copy(task, module, real, offset)
-        if weighting is not None:
-            weighting.apply(grad)
+            whole = grad.contiguous()
+            self._run(self._rows[module], whole, self._offsets[parameter], self._key, None)
 
-    def _copy(self, task: int, module: int, grad: Tensor, offset: int) -> None:
-        grads, offsets = self._small.setdefault((task, module), ([], []))
-        grads.append(grad.clone())  # A later pass may write into the gradient's memory.
-        offsets.append(offset)
-        self._copied += grad.numel()
-        if self._copied > _MOST_COPIED:
-            self.add_small()
+    def add_and_weigh(
+        self, parameter: int, grad: Tensor, update: Tensor | None, weight: Tensor, *, adds: bool
+    ) -> bool:
+        """As `add`, but also weights the gradient in the same pass, if neither needs a copy.
 
-    def add_small(self) -> None:
-        """Adds the copied small gradients, in few calls because one call each would take longer."""
-        for (task, module), (grads, offsets) in self._small.items():
-            if self._values.is_cuda:
-                for grad in grads:  # Its memory may belong to another stream.
-                    grad.record_stream(torch.cuda.current_stream(grad.device))
-            self._run(task, module, grads, offsets)
+        Returns:
+            Whether this was possible; if not, nothing was done.
+
+        """
+        if update is None or parameter in self._views or grad.is_complex():
+            return False
+        if not (grad.is_contiguous() and update.is_contiguous()):
+            return False
+        self.is_empty = False
+        if self._values.is_cuda:
+            self._wait()
+        increment_version(update)
+        row, offset = self._rows[self._module_of[parameter]], self._offsets[parameter]
+        self._run(row, grad, offset, self._key, Weighting(update, weight, adds))
+        return True
+
+    def _wait(self) -> None:
+        """Waits for the stream of the last gradient: backward passes may use several streams."""
+        stream = torch.cuda.current_stream(self._values.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def close(self) -> None:
+        """Ends the passes of a task: adds the small gradients, and empties the buffer."""
+        for module in self._arrived:
+            offset = module << _MODULE_BITS
+            self._run(self._rows[module], self._parts[module], offset, self._key, None)
         self._drop_small()
 
     def _drop_small(self) -> None:
-        self._small.clear()
-        self._copied = 0
-
-    def _run(self, task: int, module: int, grads: list[Tensor], offsets: list[int]) -> None:
-        sketch = self._of_modules[task][module]
-        torch.ops.cs_kernels.sketch_.default(sketch, grads, offsets, self._key)
+        if self._arrived:
+            self._buffer.zero_()
+            self._arrived.clear()
 
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks after `average`."""
@@ -159,15 +186,18 @@ class Sketches:
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
 
 
-_SMALL, _MOST_COPIED = 1 << 17, 1 << 18
-"""The maximum number of elements of a small gradient, and of all copies before they are added."""
+_BUFFER, _SHARE = 1 << 18, 32
+"""The buffer has at least so many elements, or one for so many elements of all parameters."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
 
 
-def _is_fast(grad: Tensor, update: Tensor) -> bool:
-    """Whether the kernel that sketches and weights at once needs no copies."""
-    return grad.is_contiguous() and update.is_contiguous() and not grad.is_complex()
+def _small(numels: Sequence[int]) -> set[int]:
+    """The indices of the smallest parameters, as many as fit into the buffer together."""
+    smallest_first = sorted(range(len(numels)), key=numels.__getitem__)
+    ends = itertools.accumulate(numels[n] for n in smallest_first)
+    most = max(_BUFFER, sum(numels) // _SHARE)
+    return {n for n, end in zip(smallest_first, ends, strict=True) if end <= most}
 
 
 def _power_of_two(numel: int) -> int:

@@ -1,4 +1,4 @@
-"""Weights a gradient on its way to `.grad`, in place where nothing else holds the memory."""
+"""Weights gradients on their way to `.grad`, where possible without fresh memory."""
 
 from typing import NamedTuple
 
@@ -8,47 +8,39 @@ from torch import Tensor
 from cs_kernels.torch_internals.memory import may_be_overwritten
 
 
-class Weighting(NamedTuple):
-    """Where a gradient times a weight goes."""
+class Factor(NamedTuple):
+    """A task's weight for one module's gradients."""
 
-    update: Tensor
-    """The gradient's own memory, its parameter's `.grad`, or fresh memory."""
     weight: Tensor
     """Float64, a scalar."""
-    add: bool
-    """Whether to add to the update rather than overwrite it."""
-
-    def apply(self, grad: Tensor) -> None:
-        """Weights the gradient; half precision would round the weight."""
-        update, weight, add = self
-        if grad.dtype.itemsize == 2:
-            product = grad.float() * weight
-            update.copy_(update + product if add else product)
-        elif add:
-            update.addcmul_(grad, weight)
-        else:
-            torch.mul(grad, weight, out=update)
+    number: Tensor | float
+    """On the CPU a number, with which operators are faster; elsewhere the scalar itself."""
 
 
-def weighting_of(grads: tuple[Tensor | None, ...], leaf: Tensor, weight: Tensor) -> Weighting:
-    """Chooses where a gradient goes: fresh memory would dominate the time.
+def factors(weights: Tensor) -> list[Factor]:
+    """The factors of float64 weights [modules]."""
+    scalars = weights.unbind()
+    numbers = weights.tolist() if weights.device.type == "cpu" else scalars
+    return [*map(Factor, scalars, numbers)]
+
+
+def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | None, bool]:
+    """Chooses where a gradient goes, and whether it is added: its own memory, or `.grad`.
 
     Args:
-        grads: The argument of the hook of the leaf's node.
+        grads: The argument of the hook of the leaf's node; nothing else may hold the gradient by a
+            name here, because its holders are counted.
         leaf: The leaf.
-        weight: The gradient's weight.
+
+    Returns:
+        None, False if only fresh memory is left.
 
     """
-    # The gradient gets no name before its holders are counted.
     total = leaf.grad
-    if total is None and may_be_overwritten(grads):
-        assert grads[0] is not None
-        return Weighting(grads[0], weight, add=False)
-    grad = grads[0]
-    assert grad is not None
-    if total is not None and _adds_in_place(total, grad, leaf):
-        return Weighting(total, weight, add=True)
-    return Weighting(torch.empty_like(grad), weight, add=False)
+    if total is None:
+        return (grads[0] if may_be_overwritten(grads) else None), False
+    adds = grads[0] is not None and _adds_in_place(total, grads[0], leaf)
+    return (total if adds else None), adds
 
 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
@@ -56,3 +48,19 @@ def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
     return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+
+
+def weigh(grad: Tensor, number: Tensor | float, update: Tensor | None, *, adds: bool) -> Tensor:
+    """Weights a gradient, into the update if there is one; returns the result."""
+    if grad.dtype.itemsize == 2:  # Half precision would round the weight.
+        product = grad.float() * number
+        if update is None:
+            return product.to(grad.dtype)
+        return update.copy_(update + product if adds else product)
+    if update is None:
+        return (grad * number).to(grad.dtype)
+    if not adds:
+        return update.mul_(number)
+    if isinstance(number, float):
+        return update.add_(grad, alpha=number)
+    return update.addcmul_(grad, number)

@@ -82,6 +82,10 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "gramian": (grads, [0, 0, 1, 1], 2, K),
         "combine_": (updates, grads, torch.rand(2, K).double(), [0, 0, 1, 1], K),
         "sketch_": (torch.zeros(1024), [g for g in grads if g is not None], offsets, 3),
+        "sketch_and_weight_": (
+            *(torch.zeros(1024), *([torch.randn_like(u) for u in updates] for _ in range(2))),
+            *([999 * n for n in range(len(updates))], 3, torch.tensor(0.7).double(), True),
+        ),
         "drop_signs_": (updates, grads, [0.0, 0.5, 0.0, 0.1], 1, 2, K),
     }
     return arguments[name]

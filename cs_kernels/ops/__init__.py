@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.ops import backends
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
-from cs_kernels.ops.backends import available_backends, use_backend
+from cs_kernels.ops.backends import available_backends, run_sketch, use_backend
 from cs_kernels.ops.checks import (
     check_layouts,
     check_strength,
@@ -32,7 +32,7 @@ from cs_kernels.ops.checks import (
 )
 from cs_kernels.ops.solvers import SOLVERS
 
-__all__ = ["available_backends", "out_channels", "use_backend"]
+__all__ = ["available_backends", "out_channels", "run_sketch", "use_backend"]
 
 _library = torch.library.Library("cs_kernels", "DEF")
 

@@ -1,6 +1,7 @@
-"""Type aliases for the operators' list arguments."""
+"""Types of the operators' arguments."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -8,3 +9,14 @@ Tensors = Sequence[Tensor]
 Grads = Sequence[Tensor | None]
 Ints = Sequence[int]
 Floats = Sequence[float]
+
+
+class Weighting(NamedTuple):
+    """Where a tensor times a weight goes."""
+
+    update: Tensor
+    """Contiguous; it may be the tensor itself."""
+    weight: Tensor
+    """A float64 scalar on the tensor's device."""
+    add: bool
+    """Whether to add to the update rather than overwrite it."""

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from cs_kernels import _C
-from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.aliases import Floats, Ints, Weighting
 from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
-from cs_kernels.ops.compiled.sketch import SketchOperators, Weighting
+from cs_kernels.ops.compiled.sketch import SketchOperators
 from cs_kernels.ops.operands import (
     SOLVER_NUMBERS,
     TYPES,
@@ -143,7 +143,12 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
         )
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        weighting: Weighting | None = None,
     ) -> None:
         _C.sketch(
             type=TYPES[tensor.dtype],

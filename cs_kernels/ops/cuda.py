@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.compiled.sketch import Weighting
+from cs_kernels.ops.aliases import Weighting
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.gpu.device import on_device, stream_of
@@ -185,7 +185,12 @@ class CudaOperators(GpuOperators):
         )
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        weighting: Weighting | None = None,
     ) -> None:
         """One thread per bin."""
         with on_device(sketch.device):

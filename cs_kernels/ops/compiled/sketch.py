@@ -1,25 +1,13 @@
 """Linear sketches: argument checks and kernel operands."""
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Ints, Tensors
+from cs_kernels.ops.aliases import Ints, Tensors, Weighting
 from cs_kernels.ops.checks import check_sketch, check_weighting
 from cs_kernels.ops.operands import dense
 from cs_kernels.ops.random import random_key
-
-
-class Weighting(NamedTuple):
-    """Where a tensor times a weight goes."""
-
-    update: Tensor
-    """Contiguous; it may be the tensor itself."""
-    weight: Tensor
-    """Float64, a scalar."""
-    add: bool
-    """Whether to add to the update rather than overwrite it."""
 
 
 class SketchOperators(ABC):
@@ -27,9 +15,14 @@ class SketchOperators(ABC):
 
     @abstractmethod
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        weighting: Weighting | None = None,
     ) -> None:
-        """Adds a contiguous, non-empty tensor to the sketch, and to its update if there is one."""
+        """Adds a contiguous, non-empty tensor to the sketch, and weights it if asked to."""
 
     def sketch_(self, sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
         """Reads N elements once, and the sketch once per tensor; copies non-contiguous tensors."""
@@ -37,7 +30,7 @@ class SketchOperators(ABC):
         key = random_key(seed, 0)
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.numel():
-                self.run_sketch(sketch, dense(tensor), offset, key, None)
+                self.run_sketch(sketch, dense(tensor), offset, key)
 
     def sketch_and_weight_(
         self,

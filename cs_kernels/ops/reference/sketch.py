@@ -3,26 +3,35 @@
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Ints, Tensors
+from cs_kernels.ops.aliases import Ints, Tensors, Weighting
 from cs_kernels.ops.checks import check_sketch, check_weighting
 from cs_kernels.ops.random import random_key, splitmix64, words
 
 
-def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
-    """Adds one element of each block to every bin, block by block."""
-    check_sketch(sketch, tensors, offsets, wide=True)
-    key, size = random_key(seed, 0), len(sketch)
+def run_sketch(
+    sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None = None
+) -> None:
+    """Adds one element of each block to every bin, block by block; then weights, in float64."""
+    elements, end, size = tensor.flatten(), offset + tensor.numel(), len(sketch)
     bins = torch.arange(size, device=sketch.device)
+    for block in range(offset // size, -(-end // size) if tensor.numel() else 0):
+        rotation = splitmix64(~key + block)
+        index = block * size + (bins - rotation % size) % size
+        present = (index >= offset) & (index < end)
+        index = index[present]
+        signs = words(key, index >> 5) >> (index & 31) & 1
+        some = elements[index - offset].to(sketch.dtype)
+        sketch[present] += torch.where(signs == 1, -some, some)
+    if weighting is not None:
+        update, weight, add = weighting
+        product = tensor.double() * weight
+        update.copy_(update + product if add else product)
+
+
+def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
+    check_sketch(sketch, tensors, offsets, wide=True)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        elements, end = tensor.flatten(), offset + tensor.numel()
-        for block in range(offset // size, -(-end // size) if tensor.numel() else 0):
-            rotation = splitmix64(~key + block)
-            index = block * size + (bins - rotation % size) % size
-            present = (index >= offset) & (index < end)
-            index = index[present]
-            signs = words(key, index >> 5) >> (index & 31) & 1
-            some = elements[index - offset].to(sketch.dtype)
-            sketch[present] += torch.where(signs == 1, -some, some)
+        run_sketch(sketch, tensor, offset, random_key(seed, 0))
 
 
 def sketch_and_weight_(
@@ -34,9 +43,7 @@ def sketch_and_weight_(
     weight: Tensor,
     add: bool,
 ) -> None:
-    """Adds the tensors to the sketch, then to the updates, in float64."""
+    check_sketch(sketch, tensors, offsets, wide=True)
     check_weighting(updates, tensors, weight)
-    sketch_(sketch, tensors, offsets, seed)
-    for update, tensor in zip(updates, tensors, strict=True):
-        product = tensor.double() * weight
-        update.copy_(update + product if add else product)
+    for update, tensor, offset in zip(updates, tensors, offsets, strict=True):
+        run_sketch(sketch, tensor, offset, random_key(seed, 0), Weighting(update, weight, add))

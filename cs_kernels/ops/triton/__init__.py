@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.compiled.sketch import Weighting
+from cs_kernels.ops.aliases import Weighting
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, on_device, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
@@ -191,7 +191,12 @@ class TritonOperators(GpuOperators):
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        weighting: Weighting | None = None,
     ) -> None:
         """One program per BINS bins."""
         with on_device(sketch.device):
