@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision_operators
-from layers import EMULATION, INTERPRETED, SMALL, emulate
+from layers import EMULATION, INTERPRETED, SMALL, emulate, patch_language_once
 from pairwise import left_out
 from plain_training import in_float64
 from ranks import Ranks
@@ -22,6 +22,8 @@ import cs_kernels as cs
 
 if EMULATION:
     emulate()
+if INTERPRETED:
+    patch_language_once()
 
 # Oversubscribed cores make tests of several processes six times as slow.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -35,6 +35,24 @@ def emulate() -> None:
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
 
 
+def patch_language_once() -> None:
+    """Keeps Triton's interpreter from patching its language in every call of a device function.
+
+    That would take most of the time.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set[str]()
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return interpreter._LangPatchScope()  # restores nothing
+
+    interpreter._patch_lang = patch_once
+
+
 SOLVER_OPTIONS = {
     "pcgrad": (1, 2),
     "cagrad": (0.4,),

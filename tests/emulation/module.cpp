@@ -2,7 +2,9 @@
 #include <platform.h>
 #include <pybind11/pybind11.h>
 #include <sanitizer/common_interface_defs.h>
+#ifndef __x86_64__
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cstdio>
@@ -22,6 +24,36 @@ constexpr std::size_t kStack = 256 << 10;
 
 enum class State { kReady, kPausing, kAtBarrier, kExchanging, kDone };
 
+#ifdef __x86_64__
+using Context = void*; // a stack's top, where its registers are
+
+// Goes on where another stack was left. swapcontext would make a system call, and the sanitizer's
+// clears the shadow memory of the whole stack.
+[[gnu::naked, gnu::noipa]] void enter(Context& /* left */, const Context& /* entered */) {
+  asm("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15\n"
+      "mov %rsp, (%rdi); mov (%rsi), %rsp\n"
+      "pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
+}
+
+void begin_with(Context& context, char* stack, void (*function)()) {
+  void** top = reinterpret_cast<void**>(stack + kStack) - 8;
+  std::fill_n(top, 8, nullptr);
+  top[6] = reinterpret_cast<void*>(function); // above the six registers
+  context = top;
+}
+#else
+using Context = ucontext_t;
+
+void enter(Context& left, const Context& entered) { swapcontext(&left, &entered); }
+
+void begin_with(Context& context, char* stack, void (*function)()) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack;
+  context.uc_stack.ss_size = kStack;
+  makecontext(&context, function, 0);
+}
+#endif
+
 [[noreturn]] void fail(const char* why) {
   std::fprintf(stderr, "emulation: %s\n", why);
   std::abort();
@@ -36,7 +68,7 @@ struct Fiber {
   State state = State::kDone;
   double value = 0; // sent or received in an exchange
   int mask = 0;
-  ucontext_t context{};
+  Context context{};
   void* fake_stack = nullptr;
   std::unique_ptr<char[]> stack{new char[kStack]};
 };
@@ -52,7 +84,7 @@ std::mt19937 random_numbers;
 std::int64_t most_resident = 1;
 const std::function<void()>* body = nullptr;
 Fiber* current = nullptr;
-ucontext_t scheduler;
+Context scheduler{};
 void* scheduler_fake_stack = nullptr;
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_size = 0;
@@ -63,14 +95,14 @@ void to_scheduler(State state) {
   Fiber& fiber = *current;
   fiber.state = state;
   __sanitizer_start_switch_fiber(&fiber.fake_stack, scheduler_stack, scheduler_stack_size);
-  swapcontext(&fiber.context, &scheduler);
+  enter(fiber.context, scheduler);
   __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 }
 
 void to_fiber(Fiber& fiber) {
   current = &fiber;
   __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack.get(), kStack);
-  swapcontext(&scheduler, &fiber.context);
+  enter(scheduler, fiber.context);
   __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
   current = nullptr;
 }
@@ -94,10 +126,7 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
     auto& fiber = *block.fibers.emplace_back(new Fiber);
     fiber.block = &block;
     fiber.index = static_cast<int>(block.fibers.size()) - 1;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    makecontext(&fiber.context, fiber_main, 0);
+    begin_with(fiber.context, fiber.stack.get(), fiber_main);
   }
   for (const auto& fiber : block.fibers)
     fiber->state = State::kReady;
