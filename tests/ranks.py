@@ -7,13 +7,16 @@ import gc
 import itertools
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,7 @@ def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> A
     device = torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
     if DEVICE == "cuda":
         torch.cuda.set_device(device)
-    with device:
+    with device if DEVICE == "cuda" else nullcontext():
         return tree_map_only(Tensor, Tensor.cpu, function(rank, *arguments))
 
 
@@ -71,6 +74,22 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             connection.send(answer)
 
 
+def forked(
+    target: Callable[..., object], *arguments: Any, daemon: bool = False
+) -> multiprocessing.process.BaseProcess:
+    """Starts a process as a fork of one that has imported everything.
+
+    Before Python 3.14, that one finds modules by PYTHONPATH alone, and silently leaves out others.
+    """
+    context = multiprocessing.get_context("forkserver")
+    imported = [name for name in ("paper.train", "transformers") if name in sys.modules]
+    context.set_forkserver_preload(["rank_networks", "torch.distributed.fsdp", *imported])
+    process = context.Process(target=target, args=arguments, daemon=daemon)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        process.start()
+    return process
+
+
 class Ranks:
     """Processes that wait for functions to run."""
 
@@ -78,17 +97,12 @@ class Ranks:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        # One process imports everything, and is forked for each rank.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_networks", "torch.distributed.fsdp"])
         self._connections, self._processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
-            process.start()
+            here, there = multiprocessing.Pipe()
+            self._processes.append(forked(_serve, rank, size, store, there, daemon=True))
             there.close()
             self._connections.append(here)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results of `function(rank, *arguments)`, in the order of the ranks.

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from paper.networks import make_network
 from paper.small import make_small
 from paper.tasks import IGNORE, MEASURES, TASKS
 from paper.train import Training
+from ranks import forked
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,7 +35,6 @@ import cs_kernels as cs
 
 pytestmark = pytest.mark.paper
 
-EXAMPLES = Path(runner.__file__).parents[1]
 SETTINGS = Settings(
     epochs=1, batch=2, rate=1e-3, size=(32, 64), width=1 / 16, pretrained=False, workers=0
 )
@@ -88,17 +87,16 @@ def runs_of(*names, **options) -> list[Run]:
     return [run for part in parts for run in part.runs()]
 
 
-def killed(checkpoint, *arguments):
+def killed(checkpoint, target, *arguments):
     """Starts a process, and kills it once it has written a checkpoint."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    # The number of threads determines the order of sums in convolutions.
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    process = subprocess.Popen([sys.executable, *arguments], env=environment)
-    while not checkpoint.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
+    process = forked(target, *arguments)
+    try:
+        while not checkpoint.exists():
+            assert process.is_alive()
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.join()
 
 
 def same(a, b) -> bool:
@@ -128,8 +126,8 @@ SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
 @pytest.mark.parametrize(
     "run",
     [
-        make_run("Mixed", "nyud", "hrnet18", weighting="tuned"),
-        make_run("PCGrad", "pascal", "resnet18", weighting="dwa"),
+        make_run("Mixed", "nyud", "hrnet18", weighting="tuned", batch=4),
+        make_run("PCGrad", "pascal", "resnet18", weighting="dwa", batch=4),
         make_run(SINGLE, "nyud", "hrnet18", tasks=("normals",)),
         *(make_run(row) for row in ("GD", "Cross-Stitch", "RotoGrad")),
         make_run("Mixed", weighting="uncertainty"),
@@ -174,6 +172,7 @@ def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
         task: TASKS[name][task] for task in (["edge", "normals"] if task_norm else TASKS[name])
     }
     options = {"weighting": "tuned", "epochs": 2, "weight_decay": 1e-4, "tasks": tuple(tasks)}
+    options["batch"] = 4 if task_norm else 2
     training = Training(make_run("GD", name, network, **options), tmp_path, data)
     torch.manual_seed(0)
     plain = make_network(network, tasks, width=SETTINGS.width, task_norm=task_norm)
@@ -244,7 +243,9 @@ def test_a_killed_run_resumes(tmp_path, data):
     run, folder = make_run(epochs=400), tmp_path / "killed"
     folder.mkdir()
     (folder / "run.json").write_text(run.to_json())
-    killed(folder / "checkpoint.pt", "-m", "paper.train", str(folder), "--data", str(data))
+    # The number of threads determines the order of sums in convolutions.
+    how = folder / "log.txt", torch.get_num_threads(), ""
+    killed(folder / "checkpoint.pt", runner._train_here, [str(folder), "--data", str(data)], *how)
     resumed, whole = (Training(run, tmp_path / name, data) for name in ("killed", "whole"))
     epoch = resumed.epoch
     assert 1 <= epoch < 400
@@ -431,22 +432,17 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
     assert all(map(math.isfinite, metrics["depth"].values()))
 
 
+def _command(run, place):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    run_all([run], place)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_runs_end_with_the_command(tmp_path, data, ranks):
+def test_runs_end_with_the_command(place, ranks):
     """Runs end even if the command is killed."""
-    run, script = make_run(epochs=2000, ranks=ranks), tmp_path / "command.py"
-    script.write_text(f"""
-from pathlib import Path
-from paper import runner
-from paper.experiments import Run
-from rich.console import Console
-place = runner.Place(Path({str(data)!r}), Path({str(tmp_path)!r}))
-if __name__ == "__main__":
-    run = Run.from_json({run.to_json()!r})
-    runner.run_all([run], place, 1, Console(quiet=True))
-""")
-    folder = tmp_path / run.name
-    killed(folder / "checkpoint.pt", str(script))
+    run = make_run(epochs=2000, ranks=ranks)
+    folder = place.folder(run)
+    killed(folder / "checkpoint.pt", _command, run, place)
     with (folder / "lock").open() as lock:
         while True:  # The run of 2000 epochs would take longer than the limit of the tests.
             with contextlib.suppress(BlockingIOError):
