@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,23 @@ from uses.use import Column, _cell, delta_m, interval, write
 import cs_kernels as cs
 
 pytestmark = pytest.mark.paper
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer rows and pictures, shorter texts, and a corner of the photograph."""
+    monkeypatch.setattr(tabular, "TRAINED", 640)
+    monkeypatch.setattr(digits, "TEST_PICTURES", 200)
+    corners = tuple(scene.crop(slice(64, 192), slice(128)) for scene in photograph.load())
+    monkeypatch.setattr(photograph, "scenes", lambda: corners)
+    sources = protect._sources
+    monkeypatch.setattr(protect, "_sources", lambda *of: sources(*of)[:30])
+    caches = (tabular.single_tasks, finetune.single_tasks, protect.texts, protect.pretrained)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
 
 
 RESULTS = [{"x": x, "y": None} for x in (1.0, 2.0, 3.0, 4.0, 10.0)]
@@ -251,7 +269,7 @@ def test_the_tracked_variance_equals_batch_normalization(shape):
 
 
 @pytest.mark.parametrize("norm", list(priorities.NORMS))
-def test_every_layer_is_prioritized_and_tasks_have_their_own_scales(norm):
+def test_every_layer_is_prioritized_and_tasks_have_their_own_scales(small, norm):
     run = priorities.make_run(PART, norm, cs.ConnectionStrength(), 0)
     run.train(digits.make_pictures(PART, 0)[0], 0)
     assert "100.0 %" in str(run.opt.coverage())
@@ -264,7 +282,7 @@ def test_every_layer_is_prioritized_and_tasks_have_their_own_scales(norm):
     assert not torch.equal(norms[1].of("left").running_var, norms[1].of("right").running_var)
 
 
-def test_the_null_shuffles_priorities_and_changes_nothing_else(monkeypatch):
+def test_the_null_shuffles_priorities_and_changes_nothing_else(monkeypatch, small):
     null = priorities.Shuffled(3)
     given = [torch.arange(40), torch.tensor([0, 0, 1, 2])]
     one, other = null.shuffle(given), null.shuffle(given)
@@ -313,7 +331,7 @@ class Checked(agreement.Compared):
 
 
 @pytest.mark.parametrize("norm", list(priorities.NORMS))
-def test_comparisons_of_updates(norm):
+def test_comparisons_of_updates(small, norm):
     method = Checked(0)
     run = priorities.make_run(PART, norm, method, 0)
     run.train(digits.make_pictures(PART, 0)[0], 0)
@@ -424,15 +442,13 @@ def test_a_batch_without_labels_makes_no_step():
         *((tabular, row) for row in ("Single-task", "Mixed", "Sum+UncertaintyWeights")),
     ],
 )
-def test_runs_are_reproducible(monkeypatch, use, row):
+def test_runs_are_reproducible(small, use, row):
     """Runs of tabular set their own seed, since single tasks are trained beside other rows."""
-    monkeypatch.setattr(tabular, "TRAINED", 640)
     results = []
     for seed in (0, 99 if use is tabular else 0):
         tabular.single_tasks.cache_clear()
         torch.manual_seed(seed)
         results.append(use.USE.train(row, 5, True) | {"seconds": 0})
-    tabular.single_tasks.cache_clear()
     first, second = results
     assert first == second
     tasks = tabular.TASKS if use is tabular else digits.PARTS[row.split("/")[0]].tasks
@@ -449,11 +465,8 @@ def test_runs_are_reproducible(monkeypatch, use, row):
     [module.USE for module in (agreement, finetune, photograph, priorities, protect, tabular)],
     ids=lambda use: use.name,
 )
-def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
+def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, small, use):
     """Trains only with losses of unequal scale, and reuses the results for equal losses."""
-    monkeypatch.setattr(tabular, "TRAINED", 640)
-    for module in (tabular, finetune):
-        module.single_tasks.cache_clear()
     results = {}
     for row in reversed(use.rows):
         other = row.replace("equal/", "unequal/") if row.startswith("equal/") else row
@@ -467,13 +480,10 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use)
     assert (tmp_path / f"{use.name}.md").read_text().count("\n") == len(results) + 2
     for look in ("", "-dark"):
         assert (tmp_path / f"{use.name}{look}.svg").stat().st_size > 1000
-    tabular.single_tasks.cache_clear()
 
 
-def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
+def test_the_balancer_trains_the_other_uses(tmp_path, small):
     """Each "exact" result equals the `delta_m` that the use's own `train` returns."""
-    monkeypatch.setattr(tabular, "TRAINED", 640)
-    tabular.single_tasks.cache_clear()
     rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}
     results = {}
     for row, use in rows.items():
@@ -485,11 +495,14 @@ def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
     write(use, results, tmp_path, Console(quiet=True))
     assert (tmp_path / "lagged.md").read_text().count("\n") == len(rows) + 4
     assert (tmp_path / "lagged.svg").stat().st_size > 1000
-    tabular.single_tasks.cache_clear()
 
 
-def test_a_stopped_command_resumes(tmp_path, monkeypatch):
-    """Only missing results are trained again, and they are the same."""
+def test_a_stopped_command_resumes(tmp_path, monkeypatch, small):
+    """Only missing results are trained again, and they are the same; a thread trains them."""
+    monkeypatch.setattr(
+        "uses.use.ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs)
+    )
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     rows = ("Single-task", "Mixed", "Sum")
     monkeypatch.setattr(tabular, "USE", replace(tabular.USE, rows=rows))
     given = ["tabular", "--seeds", "0", "1", "--quick", "--jobs", "1", "--out", str(tmp_path)]
@@ -537,7 +550,7 @@ def test_ctrl_c_ends_the_command(tmp_path):
     assert 0 < len([*tmp_path.rglob("seed*.json")]) < len(digits.USE.rows) / 2
 
 
-def test_texts_of_installed_packages() -> None:
+def test_texts_of_installed_packages(small: None) -> None:
     texts = protect.texts()
     assert min(map(len, texts.values())) > 100_000
     code = "".join(protect.CHARACTERS[i] for i in texts["code"][:20_000])

@@ -36,7 +36,7 @@ SIDE = 14
 HEIGHT = 20
 APART = 5
 """Pixels between the left sides of two neighbours, before random shifts by one pixel."""
-TEST_DIGITS = 600
+TEST_DIGITS, TEST_PICTURES = 600, 2000
 BATCH = 64
 RATE = 2e-3
 """Adam's initial learning rate, which falls to 0 epoch by epoch."""
@@ -105,11 +105,11 @@ def _draw_pictures(number: int, count: int, usable: Tensor, generator: torch.Gen
 
 
 def make_pictures(part: Part, seed: int) -> tuple[Pictures, Pictures]:
-    """Pictures for training and 2,000 for testing, of different digits."""
+    """Pictures for training and for testing, of different digits."""
     generator = seeded(seed)
     order = torch.randperm(1797, generator=generator)
     count = len(part.tasks)
-    test = _draw_pictures(2000, count, order[:TEST_DIGITS], generator)
+    test = _draw_pictures(TEST_PICTURES, count, order[:TEST_DIGITS], generator)
     return _draw_pictures(part.pictures, count, order[TEST_DIGITS:], generator), test
 
 

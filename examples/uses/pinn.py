@@ -228,7 +228,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
     name, method = row.split("/")
     problem = PROBLEMS[name]()
     network = Network(coefficient=problem.coefficient is not None)
-    steps = 240 if quick else problem.steps
+    steps = 80 if quick else problem.steps
     adam, opt = optimizers(network, problem, method, seed)
     decay = torch.optim.lr_scheduler.ExponentialLR(adam, DECAY ** (1 / steps))
     grid = problem.grid()
