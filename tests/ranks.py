@@ -77,14 +77,12 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 def forked(
     target: Callable[..., object], *arguments: Any, daemon: bool = False
 ) -> multiprocessing.process.BaseProcess:
-    """Starts a process as a fork of one that has imported everything.
-
-    Before Python 3.14, that one finds modules by PYTHONPATH alone, and silently leaves out others.
-    """
+    """Starts a process as a fork of one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     imported = [name for name in ("paper.train", "transformers") if name in sys.modules]
     context.set_forkserver_preload(["rank_networks", "torch.distributed.fsdp", *imported])
     process = context.Process(target=target, args=arguments, daemon=daemon)
+    # Before Python 3.12.8, the server ignores sys.path, and silently imports nothing from there.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         process.start()
     return process
