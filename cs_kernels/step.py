@@ -156,8 +156,8 @@ class Step:
     kept: KeptWeights | None = None
     """The task weights of an earlier step, if this step reuses them (`update_every` above 1)."""
     trains: tuple[bool, ...] = ()
-    """Whether each parameter of the torch optimizers and the trunk requires a gradient; empty if
-    `update_every` is 1."""
+    """Whether each parameter of the torch optimizers, then each shared one, needs a gradient; empty
+    if `update_every` is 1."""
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, such as a scaler's, or None."""
     counter: Tensor | None = None

@@ -19,6 +19,7 @@ from networks import (
 from torch import Tensor, nn
 
 import cs_kernels as cs
+from cs_kernels.trunk.statistics import RunningStatistics
 
 pytestmark = pytest.mark.loop
 
@@ -141,6 +142,20 @@ def test_buffers_that_change(between: str, inside: str) -> None:
         assert {name: id(buffer) for name, buffer in setup.trunk.named_buffers()} == before
     opt.trace(setup.closure(0))
     opt.step(setup.closure(0))
+
+
+def test_statistics_that_exchange_their_sizes() -> None:
+    """The same tensors, with as many elements in all: values must not be torn."""
+    norms = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(5))
+    statistics = RunningStatistics(norms)
+    with statistics.restored_on_error([], always=True):
+        pass
+    for norm, size in zip(norms, (5, 3), strict=True):
+        norm.running_mean.data = torch.full((size,), float(size))
+    with statistics.restored_on_error([], always=True):
+        for norm in norms:
+            norm.running_mean.zero_()
+    assert [norm.running_mean.tolist() for norm in norms] == [[5.0] * 5, [3.0] * 3]
 
 
 def test_a_normalization_that_is_replaced() -> None:

@@ -66,6 +66,7 @@ def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[
     def sketch() -> list[Tensor]:
         sums.zero_()
         _ops.sketch_(sums, grads[:2], [0, 1000], 1)
+        torch._foreach_zero_(updates)
         given = sums, updates, grads[::tasks], [5000 * n for n in range(len(updates))], 1
         _ops.sketch_and_weight_(*given, weight, True)
         return [sums, *updates]

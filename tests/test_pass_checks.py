@@ -296,7 +296,7 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
 
 
 def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
-    """Copies of the buffer after each pass must not count as gradients that a function writes."""
+    """The engine's copies after each pass must not look as if the function had written `.grad`."""
     tasks, updates = ["a", "b", "c"], []
     for function in (nn.functional.linear, Buffered.apply):
         torch.manual_seed(0)

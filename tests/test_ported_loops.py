@@ -110,7 +110,7 @@ SAME = "got 3, two of which are the same .*partial"
         (lambda s: [lambda task: s.closure(n)(task) for n in range(3)], SAME),
         (lambda s: [partial(lambda x, task: x * s.closure(n)(task), 1) for n in range(3)], SAME),
         (lambda s: (lambda task: s.closure(n)(task) for n in range(3)), SAME),
-        # These have their own batches, bound in several ways, or draw them.
+        # Each has its own batch, bound in one of several ways; a repeated one would draw batches.
         (lambda s: [lambda task, n=n: s.closure(n)(task) for n in range(3)], None),
         (lambda s: [lambda t, *, n=b[0]: s.closure(0)(t) + n.sum() for b in s.batches], None),
         (lambda s: [partial(lambda n, task: s.closure(n)(task), n) for n in range(3)], None),

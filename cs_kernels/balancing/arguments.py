@@ -46,8 +46,8 @@ def checked_method(
         )
     if method.keeps is not None:
         raise ValueError(
-            f"method must not keep gradients, got {method!r}: a GradientBalancer stores none,"
-            " but keeps the last products of tasks that are absent from a step"
+            f"method must not keep gradients, got {method!r}: leave out refresh_every and rank; a"
+            " GradientBalancer uses the last products of a task that is absent from a step"
         )
     if method.update_every != 1:
         raise ValueError(f"method must have update_every=1, got {method!r}: use every= instead")

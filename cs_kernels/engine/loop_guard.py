@@ -151,8 +151,8 @@ class LoopGuard:
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
-        # An optimizer without our hooks is watched only if there is no other, by the versions of
-        # its parameters, which a step changes.
+        # An optimizer without our hooks is watched by the versions of its parameters, which a step
+        # changes, and only if it is the only optimizer.
         for n in self._seen if len(self._optimizers) > 1 else [0]:
             held = held_by(self._optimizers[n])
             updated = (p for p in held if p.grad is not None and p in self._shared)

@@ -4,7 +4,6 @@ import warnings
 
 import torch
 
-from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
@@ -38,13 +37,12 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
             (other,) = set(present) - set(zero)
             suspects.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
     if suspects:
-        _, task, owner = suspects[0]
-        names = [name for name, _, _ in suspects]
+        name, task, owner = suspects[0]
+        others = f", and likewise of {len(suspects) - 1} more" if suspects[1:] else ""
         warnings.warn(
-            f"the gradient of {task!r} is zero in every element of {first_of(names)},"
-            f" which only {owner!r} trains: they count as shared, so the method changes their"
-            " gradients. If the loss has a term like 0 * sum(parameters), remove it: a parameter"
-            " need not have a gradient",
+            f"the gradient of {task!r} is zero in every element of {name}, which only {owner!r}"
+            f" trains: it counts as shared, so the method changes its gradient{others}. If the loss"
+            " has a term like 0 * sum(parameters), remove it: a parameter need not have a gradient",
             stacklevel=2,
         )
     return True

@@ -177,19 +177,19 @@ class _FromFeatures(TaskBatchNorm):
 
 
 class TaskBatchNorm1d(_FromFeatures):
-    """One `torch.nn.BatchNorm1d` per task, with the same arguments plus `tasks` as the second."""
+    """One `torch.nn.BatchNorm1d` per task; `tasks` is the second argument."""
 
     _norm = nn.BatchNorm1d
 
 
 class TaskBatchNorm2d(_FromFeatures):
-    """One `torch.nn.BatchNorm2d` per task, with the same arguments plus `tasks` as the second."""
+    """One `torch.nn.BatchNorm2d` per task; `tasks` is the second argument."""
 
     _norm = nn.BatchNorm2d
 
 
 class TaskBatchNorm3d(_FromFeatures):
-    """One `torch.nn.BatchNorm3d` per task, with the same arguments plus `tasks` as the second."""
+    """One `torch.nn.BatchNorm3d` per task; `tasks` is the second argument."""
 
     _norm = nn.BatchNorm3d
 

@@ -72,7 +72,10 @@ def lone_holders() -> frozenset[_Holders]:
 
 
 def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether autograd alone holds the gradient that it passes to a hook before accumulation.
+    """Whether a hook is free to write into the gradient that autograd is about to accumulate.
+
+    It is if the gradient is dense and whole, and autograd alone holds it; never if torch does not
+    count references.
 
     Args:
         grads: The hook's argument. The hook must not hold the gradient by another name.

@@ -68,9 +68,12 @@ class _Snapshot:
             if plain and others.pop(id(tensor), None) is not None:
                 batches.setdefault((tensor.dtype, tensor.dim(), tensor.device), []).append(tensor)
         self._batches = list(batches.values())
-        self._shapes = [[tensor.shape for tensor in batch] for batch in self._batches]
+        self._formats = self._formats_now()
         self._others = list(others.values())
         self._copy()
+
+    def _formats_now(self) -> list[list[tuple[torch.Size, torch.dtype]]]:
+        return [[(tensor.shape, tensor.dtype) for tensor in batch] for batch in self._batches]
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -78,14 +81,18 @@ class _Snapshot:
         self._clones = [tensor.clone() for tensor in self._others]
 
     def take(self, modules: Sequence[Buffers]) -> bool:
-        """Copies the buffers again; returns False unless tensors, dtypes and sizes are the same."""
+        """Copies the same buffers again; returns False if this snapshot no longer fits them.
+
+        It does not fit after a module or tensor was replaced, or a running statistic was resized or
+        cast.
+        """
         values = [*chain.from_iterable(map(dict.values, modules))]
         if not (_identical(modules, self._modules) and _identical(values, self._values)):
             return False
-        previous = self._packed
+        if self._formats != self._formats_now():
+            return False
         self._copy()
-        pairs = zip(self._packed, previous, strict=True)
-        return all((new.dtype, new.shape) == (old.dtype, old.shape) for new, old in pairs)
+        return True
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -93,7 +100,8 @@ class _Snapshot:
             buffers[name] = value
         if self._others:
             _write_back(self._others, self._clones)
-        for batch, packed, shapes in zip(self._batches, self._packed, self._shapes, strict=True):
+        for batch, packed, formats in zip(self._batches, self._packed, self._formats, strict=True):
+            shapes = [shape for shape, _ in formats]
             flat = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
             _write_back(batch, [copy.view(shape) for copy, shape in zip(flat, shapes, strict=True)])
 

@@ -93,7 +93,7 @@ class Trunk:
         return self._training_fingerprint() != self.trains or self.modules_changed()
 
     def requires_grad(self) -> tuple[bool, ...]:
-        """Whether each parameter of the torch optimizers and of the trunk trains."""
+        """Whether each of the torch optimizers' parameters, then each shared one, trains."""
         return tuple(p.requires_grad for p in (*self.held(), *self.shared))
 
     def forget(self) -> None:

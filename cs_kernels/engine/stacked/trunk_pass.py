@@ -204,7 +204,7 @@ class TrunkPass:
         try:
             for kept in (None, 0, self._parts - 1):
                 parts_check.begin(kept)
-                # The real pass shows all warnings; here, checkpointing would also warn of no_grad.
+                # The real pass shows all warnings; here, no_grad makes checkpointing warn, too.
                 with restored(), recorded_norms(), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.run(*args, **kwargs)

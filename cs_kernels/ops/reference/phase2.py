@@ -83,7 +83,7 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """Eq. (10). `torch.argmax` would let a NaN win, and leaves ties undefined."""
+    """Eq. (10). Ties go to the first task; a NaN never wins, as it would in `torch.argmax`."""
     check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)

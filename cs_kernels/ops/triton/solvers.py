@@ -202,7 +202,7 @@ def _eigen(m, TASKS: constexpr):
             turns = tl.abs(off) > 1e-18 * trace
             difference = tl.where(task < partner, d_partner - d, d - d_partner)
             theta = difference / tl.where(turns, 2 * off, 1.0)
-            # Beyond 1e150, theta^2 would overflow, and the tangent is 1 / (2 theta).
+            # The bound only keeps theta^2 finite where nothing turns.
             bounded = tl.minimum(tl.abs(theta), 1e150)
             tangent = 1 / (bounded + tl.sqrt(bounded * bounded + 1))
             tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
