@@ -18,7 +18,7 @@ from cs_kernels.balancing.arguments import (
     groups_of,
     torch_optimizer,
 )
-from cs_kernels.balancing.arrivals import Arrivals, Blocks
+from cs_kernels.balancing.arrivals import Arrivals, Blocks, StepEnd, release
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
@@ -148,8 +148,8 @@ class GradientBalancer:
         """The tasks whose last block on this rank was given a loss."""
         self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
-        handle = None if inner is None else inner.register_step_post_hook(_Update(own))
-        self._release = weakref.finalize(self, _release, self._hooks, handle)
+        handle = None if inner is None else inner.register_step_post_hook(StepEnd(own))
+        self._release = weakref.finalize(self, release, self._hooks, handle)
         _open.add(self)
 
     # --- a step ---
@@ -503,21 +503,3 @@ class GradientBalancer:
             self._with_loss.update(tasks)
             step = Step(self._steps, tasks, rows, rows, layers=self._layers)
             return self._weights_of.weights(gramian, step)
-
-
-class _Update:
-    """The post-step hook of the optimizer, with a weak reference to the balancer."""
-
-    def __init__(self, balancer: "weakref.ref[GradientBalancer]") -> None:
-        self._balancer = balancer
-
-    def __call__(self, *_: object) -> None:
-        balancer = self._balancer()
-        if balancer is not None:
-            balancer.update()
-
-
-def _release(hooks: Arrivals, handle: Any) -> None:
-    hooks.remove()
-    if handle is not None:
-        handle.remove()

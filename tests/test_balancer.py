@@ -322,6 +322,61 @@ def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) ->
     torch.testing.assert_close(training.balancer.gramian, expected, rtol=1e-5, atol=1e-8)
 
 
+class _Mixed(nn.Module):
+    """Parameters that are dense, channels_last, complex, and expanded in their gradient."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3, dtype=dtype)
+        last = nn.Conv2d(8, 8, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        self.last, self.shift = last, nn.Parameter(torch.zeros(8, 1, 1, dtype=dtype))
+        real = dtype if dtype.itemsize > 2 else torch.float32
+        self.phase = nn.Parameter(torch.randn(8, dtype=real.to_complex()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.last(self.conv(x).relu() + self.shift).mean((2, 3))
+        return (z.to(self.phase.real.dtype) * self.phase).abs().float()
+
+
+@pytest.mark.parametrize("buffer", [0, 100, 9999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_kind_of_gradient(
+    monkeypatch: Any, backend: str, dtype: torch.dtype, buffer: int
+) -> None:
+    """Gradients outside the buffer are weighted while they are sketched, those in it before."""
+    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", buffer)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._SHARE", 1 << 30)
+    trunk = _Mixed(dtype)
+    parameters = [*trunk.parameters()]
+    balancer = cs.GradientBalancer(parameters, TASKS, cs.UPGrad())
+    close = {"rtol": 2e-2, "atol": 0.1} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-6}
+    for _ in range(3):
+        weights = balancer.weights
+        expected = [torch.zeros_like(p) for p in parameters]
+        trunk.zero_grad()
+        rows = []
+        for n, task in enumerate(TASKS):
+            row = torch.zeros(0)
+            for _ in range(2):
+                x = torch.randn(4, 3, 6, 6, dtype=dtype)
+                losses = [(trunk(x) - n).square().mean() * 4**n for _ in range(2)]
+                grads = torch.autograd.grad(losses[0], parameters)
+                for total, g in zip(expected, grads, strict=True):
+                    total += (g * weights[task]).to(g.dtype)
+                real = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
+                flat = torch.cat([g.double().flatten() for g in real])
+                row = row + flat if len(row) else flat
+                with balancer.task(task):
+                    losses[1].backward()
+            rows.append(row)
+        torch.testing.assert_close([p.grad for p in parameters], expected, **close)
+        balancer.update()
+        exact = torch.stack(rows) @ torch.stack(rows).T
+        torch.testing.assert_close(balancer.gramian, exact, rtol=1e-4, atol=1e-4)
+    assert len({float(w) for w in balancer.weights.values()}) > 1
+
+
 def test_losses_for_the_method() -> None:
     training = Training(cs.DBMTL())
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Hooks that multiply gradients by weights on their way to `.grad`."""
+"""Hooks that see gradients on their way to `.grad`, and the ends of steps."""
 
 import warnings
 import weakref
@@ -149,3 +149,23 @@ class _Arrival:
         if take is None or grads[0] is None or not self._leaf.requires_grad:
             return None
         return take(self._number, grads, self._leaf)
+
+
+class StepEnd:
+    """The post-step hook of the optimizer, with a weak reference to the balancer."""
+
+    def __init__(self, balancer: "weakref.ref[Any]") -> None:
+        self._balancer = balancer
+
+    def __call__(self, *_: object) -> None:
+        """Ends a step of the balancer, if there still is one."""
+        balancer = self._balancer()
+        if balancer is not None:
+            balancer.update()
+
+
+def release(hooks: Arrivals, handle: Any) -> None:
+    """Removes the hooks of a balancer."""
+    hooks.remove()
+    if handle is not None:
+        handle.remove()
