@@ -56,7 +56,8 @@ TABLES = {
         features MB={peak_bytes[features]:.1f} | rows MB={feature_bytes:.2f}""",
     "sketches": """dtype={dtype} | threads={threads}
         ms={milliseconds[sketch]:.1f} | x reading={over_read:.2f}
-        x Gramian of one task={over_gramian:.2f}""",
+        x Gramian of one task={over_gramian:.2f}
+        with weighting, x weighting={over_weigh:.2f}""",
     "balancer": """network={network} | K={tasks} | batch={batch} | passes={step}
         ms={milliseconds:.0f}
         x plain passes={over_plain:.2f} | extra gradients={extra_over_gradient:.2f}""",

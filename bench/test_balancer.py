@@ -39,11 +39,20 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
     assert torch.equal(*sketches)
     total = torch.zeros(65536)
 
+    updates, weight = [torch.zeros_like(grad) for grad in grads], torch.tensor(0.7).double()
+    both = total, updates, grads, offsets, 1, weight, True
+
     def read() -> None:
         for grad in grads:
             grad.sum()
 
+    def weigh() -> None:
+        for update, grad in zip(updates, grads, strict=True):
+            update.add_(grad, alpha=0.7)
+
     runs = {
+        "sketch and weigh": timed(lambda: torch.ops.cs_kernels.sketch_and_weight_(*both)),
+        "weigh": timed(weigh),
         "sketch": timed(lambda: torch.ops.cs_kernels.sketch_(total, grads, offsets, 1)),
         "read": timed(read),
         "Gramian": timed(lambda: torch.ops.cs_kernels.gramian(grads, [0] * count, 1, 1)),
@@ -57,6 +66,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
         milliseconds=medians(times),
         over_read=ratio(times["sketch"], times["read"]),
         over_gramian=ratio(times["sketch"], times["Gramian"]),
+        over_weigh=ratio(times["sketch and weigh"], times["weigh"]),
     )
 
 

@@ -323,7 +323,7 @@ def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) ->
 
 
 class _Mixed(nn.Module):
-    """Parameters that are dense, channels_last, complex, and expanded in their gradient."""
+    """Gradients that are dense, channels_last, transposed, complex and expanded."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -331,11 +331,13 @@ class _Mixed(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3, dtype=dtype)
         last = nn.Conv2d(8, 8, 2, dtype=dtype).to(memory_format=torch.channels_last)
         self.last, self.shift = last, nn.Parameter(torch.zeros(8, 1, 1, dtype=dtype))
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=dtype))
         real = dtype if dtype.itemsize > 2 else torch.float32
         self.phase = nn.Parameter(torch.randn(8, dtype=real.to_complex()))
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.last(self.conv(x).relu() + self.shift).mean((2, 3))
+        z = z @ self.turn.t().contiguous()
         return (z.to(self.phase.real.dtype) * self.phase).abs().float()
 
 
@@ -375,6 +377,43 @@ def test_every_kind_of_gradient(
         exact = torch.stack(rows) @ torch.stack(rows).T
         torch.testing.assert_close(balancer.gramian, exact, rtol=1e-4, atol=1e-4)
     assert len({float(w) for w in balancer.weights.values()}) > 1
+
+
+def _trained(monkeypatch: Any) -> tuple[cs.GradientBalancer, nn.Linear]:
+    """A balancer without a buffer, after a step that makes the weights differ from 1."""
+    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", 0)
+    trunk = nn.Linear(6, 5)
+    balancer = cs.GradientBalancer(trunk.parameters(), TASKS, cs.UPGrad())
+    for n, task in enumerate(TASKS):
+        with balancer.task(task):
+            trunk(torch.randn(4, 6)).square().sum().mul(3**n).backward()
+    balancer.update()
+    assert 1.0 not in balancer.weights.values()
+    trunk.zero_grad()
+    return balancer, trunk
+
+
+def test_graphs_of_gradients(monkeypatch: Any) -> None:
+    balancer, trunk = _trained(monkeypatch)
+    x = torch.randn(4, 6)
+    with balancer.task(TASKS[0]), pytest.warns(UserWarning, match="create_graph"):
+        trunk(x).square().sum().backward(create_graph=True)
+    (again,) = torch.autograd.grad(trunk.weight.grad.sum(), trunk.weight)
+    (plain,) = torch.autograd.grad(trunk(x).square().sum(), trunk.weight, create_graph=True)
+    (expected,) = torch.autograd.grad(plain.sum(), trunk.weight)
+    torch.testing.assert_close(again, expected * balancer.weights[TASKS[0]].float())
+
+
+def test_graphs_know_that_a_gradient_has_changed(monkeypatch: Any) -> None:
+    balancer, trunk = _trained(monkeypatch)
+    with balancer.task(TASKS[0]):
+        trunk(torch.randn(4, 6)).square().sum().backward()
+    scale = torch.ones((), requires_grad=True)
+    penalty = (scale * trunk.weight.grad).sum()
+    with balancer.task(TASKS[1]):
+        trunk(torch.randn(4, 6)).square().sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
 
 
 def test_losses_for_the_method() -> None:
