@@ -132,7 +132,8 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 }
 
 void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, std::uint64_t key,
-            Address sketch, std::int64_t bins, Address update, double weight, bool add, int threads) {
+            Address sketch, std::int64_t bins, Address update, double weight, bool add,
+            int threads) {
   cpu::sketch({type, data, size, index, update, weight, add}, key, sketch, bins, threads);
 }
 

@@ -9,7 +9,8 @@ namespace {
 // Each thread has one bin, and adds the bin's element of each block in order. The rotations of a
 // batch of blocks are in shared memory, because they are the same for all threads.
 template <class T, bool kUpdates>
-CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch launch) {
+CS_KERNEL(kThreads, kSmallBlocks)
+sketch_kernel(SketchLaunch launch) {
   auto* const rotations = reinterpret_cast<std::uint32_t*>(shared_memory());
   const auto last = static_cast<std::uint32_t>(launch.bins - 1);
   const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());

@@ -39,7 +39,7 @@ void begin_with(Context& context, char* stack, void (*function)()) {
   void** top = reinterpret_cast<void**>(stack + kStack) - 8;
   std::fill_n(top, 8, nullptr);
   top[6] = reinterpret_cast<void*>(function); // above the six registers
-  context = top;
+  context = static_cast<void*>(top);
 }
 #else
 using Context = ucontext_t;

@@ -8,8 +8,8 @@
 namespace cs_kernels::cuda {
 
 // Adds a tensor's elements, with pseudorandom signs, to sketch [bins]. Reads every element once;
-// reads and writes the sketch once. Writes every element of an update once, and reads it before with
-// `add`.
+// reads and writes the sketch once. Writes every element of an update, if there is one, and with
+// `add` reads it first.
 struct SketchLaunch {
   DataType type;
   const void* data; // dense
