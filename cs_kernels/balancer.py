@@ -39,8 +39,8 @@ class GradientBalancer:
 
     A method computes the weights from the gradients of the previous step; the first step is the
     plain sum. The method sees dot products that are estimated from sketches, so no gradient is
-    stored: memory and communication are plain training's, plus K sketches. You keep your loop, your
-    backward passes and your optimizer:
+    stored: memory and communication are plain training's, plus K sketches and a buffer of at most
+    16 MB. You keep your loop, your backward passes and your optimizer:
 
         balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
         for task, batch in micro_batches:
@@ -180,11 +180,12 @@ class GradientBalancer:
         self._check_open()
         self._hooks.connect()
         self._blocks.open()
-        self._active, self._arrived = self.tasks.index(task), False
-        self._factors = () if self._weights is None else factors(self._weights[:, self._active])
+        index = self.tasks.index(task)
+        self._factors = () if self._weights is None else factors(self._weights[:, index])
         self._sketching = self._solves
         if self._sketching:
-            self._sketches.open(self._active)
+            self._sketches.open(index)
+        self._active, self._arrived = index, False
         try:
             yield
             self._sketches.close()
@@ -360,7 +361,7 @@ class GradientBalancer:
         self.method.load_state_dict(state["method"]["state"])
         self._products.load_state_dict(state["products"])
         device = self._products.gramian.device
-        self._weights = None if weights is None else weights.clone().to(device)
+        self._weights = None if weights is None else weights.clone().to(device, torch.float64)
         self._with_loss = {
             task
             for task, loss in zip(self.tasks, self._products.losses, strict=True)

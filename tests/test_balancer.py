@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
+from cs_kernels.balancing.sketches import Sketches
 
 pytestmark = pytest.mark.loop
 
@@ -301,7 +302,7 @@ class _Kept(torch.autograd.Function):
 @pytest.mark.parametrize("buffer", [0, 50, 300, 9999])
 def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) -> None:
     """Some of the gradients are in memory that the next pass of the block overwrites."""
-    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", buffer)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
     monkeypatch.setattr("cs_kernels.balancing.sketches._SHARE", 1 << 30)
     training = Training(cs.UPGrad())
     network, rows = training.network, []
@@ -347,7 +348,7 @@ def test_every_kind_of_gradient(
     monkeypatch: Any, backend: str, dtype: torch.dtype, buffer: int
 ) -> None:
     """Gradients outside the buffer are weighted while they are sketched, those in it before."""
-    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", buffer)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
     monkeypatch.setattr("cs_kernels.balancing.sketches._SHARE", 1 << 30)
     trunk = _Mixed(dtype)
     parameters = [*trunk.parameters()]
@@ -381,7 +382,7 @@ def test_every_kind_of_gradient(
 
 def _trained(monkeypatch: Any) -> tuple[cs.GradientBalancer, nn.Linear]:
     """A balancer without a buffer, after a step that makes the weights differ from 1."""
-    monkeypatch.setattr("cs_kernels.balancing.sketches._BUFFER", 0)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", 0)
     trunk = nn.Linear(6, 5)
     balancer = cs.GradientBalancer(trunk.parameters(), TASKS, cs.UPGrad())
     for n, task in enumerate(TASKS):
@@ -391,6 +392,112 @@ def _trained(monkeypatch: Any) -> tuple[cs.GradientBalancer, nn.Linear]:
     assert 1.0 not in balancer.weights.values()
     trunk.zero_grad()
     return balancer, trunk
+
+
+class _Returns(torch.autograd.Function):
+    """The identity; its backward pass changes how the gradient is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None
+
+
+def _misaligned(grad: Tensor) -> Tensor:
+    memory = bytearray(1 + grad.numel() * grad.itemsize)
+    return torch.frombuffer(memory, dtype=grad.dtype, offset=1).view(grad.shape).copy_(grad)
+
+
+def _inferred(grad: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return grad * 1
+
+
+class _Marked(Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("buffer", [0, 9999])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: torch._neg_view(-grad),
+        _misaligned,
+        _inferred,
+        lambda grad: grad.clone().as_subclass(_Marked),
+    ],
+    ids=["negative", "misaligned", "inference", "subclass"],
+)
+def test_how_gradients_are_stored(monkeypatch: Any, change: Any, buffer: int) -> None:
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
+    weight = nn.Parameter(torch.randn(5, 6))
+    balancer = cs.GradientBalancer([weight], TASKS, cs.UPGrad())
+    for _ in range(3):
+        weight.grad, rows, weights = None, [], balancer.weights
+        for n, task in enumerate(TASKS):
+            x = torch.randn(4, 6)
+            loss = (x @ weight.T - n).square().sum() * 2**n
+            rows.append(torch.autograd.grad(loss, weight)[0].flatten())
+            with balancer.task(task):
+                ((x @ _Returns.apply(weight, change).T - n).square().sum() * 2**n).backward()
+        expected = torch.stack([*weights.values()]).float() @ torch.stack(rows)
+        torch.testing.assert_close(weight.grad.as_subclass(Tensor).flatten(), expected)
+        balancer.update()
+        exact = (torch.stack(rows) @ torch.stack(rows).T).double()
+        torch.testing.assert_close(balancer.gramian, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_another_device() -> None:
+    shapes, cpu = [(3, 4), (1 << 18, 2)], torch.device("cpu")
+    sketches = Sketches(2, shapes, [0, 0], 256, cpu, 0)
+    sketches.open(0)
+    for n, shape in enumerate(shapes):
+        with pytest.raises(ValueError, match=r"gradients must be on cpu, .* got one on meta"):
+            sketches.add(n, torch.zeros(shape, device="meta"))
+
+
+def test_the_buffer_is_small() -> None:
+    """It has a share of all elements, within limits, and no large parameter."""
+    for shapes, room in (
+        ([(1000,)] * 400, 262_000),
+        ([(1 << 17,)] * 1000, 31 << 17),
+        ([(1 << 17,)] * 2000, 1 << 22),
+        ([(1 << 17, 2), (5,)], 5),
+    ):
+        sketches = Sketches(1, shapes, [0] * len(shapes), 256, torch.device("cpu"), 0)
+        assert sketches._buffer.numel() == room
+
+
+def test_a_block_that_does_not_open(monkeypatch: Any) -> None:
+    training = Training(cs.UPGrad())
+    monkeypatch.setenv("CS_KERNELS_BACKEND", "none")
+    with pytest.raises(ValueError, match="CS_KERNELS_BACKEND must be one of"):
+        training.balancer.task(TASKS[0]).__enter__()
+    monkeypatch.delenv("CS_KERNELS_BACKEND")
+    with training.balancer.task(TASKS[0]):
+        training.network(training.batch(0, TASKS[0]), TASKS[0]).sum().backward()
+    training.balancer.update()
+
+
+def test_weights_of_a_state_become_float64() -> None:
+    training = Training(cs.UPGrad())
+    state = training.balancer.state_dict() | {"weights": torch.rand(1, len(TASKS))}
+    training.balancer.load_state_dict(state)
+    assert {w.dtype for w in training.balancer.weights.values()} == {torch.float64}
+
+
+def test_a_layer_without_elements() -> None:
+    layers = nn.ModuleDict({"none": nn.Module(), "some": nn.Linear(3, 2)})
+    layers["none"].empty = nn.Parameter(torch.zeros(0))
+    balancer = cs.GradientBalancer(layers.named_parameters(), ["a"], cs.UPGrad(groups="layer"))
+    with balancer.task("a"):
+        layers["some"](torch.ones(1, 3)).sum().backward()
+    balancer.update()
+    assert balancer.report().gramian.isfinite().all()
 
 
 def test_graphs_of_gradients(monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from cs_kernels.gradients import as_real
 from cs_kernels.ops import run_sketch
 from cs_kernels.ops.aliases import Weighting
-from cs_kernels.ops.checks import LEAST_SKETCH
+from cs_kernels.ops.checks import LEAST_SKETCH, is_aligned
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ranks.collectives import all_reduce
 
@@ -58,7 +58,9 @@ class Sketches:
             of_small[module] += numels[n] * (n in small)
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
         # The number of blocks per module; two elements of one block never share a bin.
-        self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
+        self.blocks = [
+            max(1, -(-numel // d)) for numel, d in zip(of_modules, self.sizes, strict=True)
+        ]
         # Each row ends with the sum of the task's losses and the number of losses.
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
@@ -81,9 +83,11 @@ class Sketches:
         """Clears the sketches for a new step, with new signs and bins."""
         self._drop_small()
         if not self.is_empty:
+            self._wait()
             self._values.zero_()
             self.is_empty = True
-        self._key = random_key((splitmix64(self._seed) + step) & ((1 << 63) - 1), 0)
+        self._seed_of_step = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
+        self._key = random_key(self._seed_of_step, 0)
 
     def open(self, task: int) -> None:
         """Begins passes of a task."""
@@ -91,18 +95,24 @@ class Sketches:
         self._rows = self._of_modules[task]
 
     def add(self, parameter: int, grad: Tensor) -> None:
-        """Adds a gradient to the task's sketch, reading it once; micro-batches add up."""
+        """Adds a gradient to the task's sketch, reading it once; micro-batches add up.
+
+        Raises:
+            ValueError: The gradient is on another device than the sketches.
+
+        """
+        self._check_device(grad)
         self.is_empty = False
-        if self._values.is_cuda:
-            self._wait()
-        module = self._module_of[parameter]
+        self._wait()
+        module, offset = self._module_of[parameter], self._offsets[parameter]
         grad = as_real(grad.detach() if grad.requires_grad else grad)
         if parameter in self._views:
             self._views[parameter].add_(grad)
             self._arrived.add(module)
+        elif _is_plain(grad):
+            self._run(self._rows[module], grad, offset, self._key, None)
         else:
-            whole = grad.contiguous()
-            self._run(self._rows[module], whole, self._offsets[parameter], self._key, None)
+            torch.ops.cs_kernels.sketch_(self._rows[module], [grad], [offset], self._seed_of_step)
 
     def add_and_weigh(
         self, parameter: int, grad: Tensor, update: Tensor | None, weight: Tensor, *, adds: bool
@@ -113,20 +123,29 @@ class Sketches:
             Whether this was possible; if not, nothing was done.
 
         """
-        if update is None or parameter in self._views or grad.is_complex():
+        if update is None or parameter in self._views:
             return False
-        if not (grad.is_contiguous() and update.is_contiguous()):
+        if not (_is_plain(grad) and _is_plain(update)):
             return False
+        self._check_device(grad)
         self.is_empty = False
-        if self._values.is_cuda:
-            self._wait()
+        self._wait()
         increment_version(update)
         row, offset = self._rows[self._module_of[parameter]], self._offsets[parameter]
         self._run(row, grad, offset, self._key, Weighting(update, weight, adds))
         return True
 
+    def _check_device(self, grad: Tensor) -> None:
+        if grad.device != self._values.device:
+            raise ValueError(
+                f"gradients must be on {self._values.device}, where the parameters were when the"
+                f" balancer was built, got one on {grad.device}: build another balancer"
+            )
+
     def _wait(self) -> None:
-        """Waits for the stream of the last gradient: backward passes may use several streams."""
+        """Waits for the last stream that used the sketches, since passes may use several."""
+        if not self._values.is_cuda:
+            return
         stream = torch.cuda.current_stream(self._values.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
@@ -134,6 +153,7 @@ class Sketches:
 
     def close(self) -> None:
         """Ends the passes of a task: adds the small gradients, and empties the buffer."""
+        self._wait()
         for module in self._arrived:
             offset = module << _MODULE_BITS
             self._run(self._rows[module], self._parts[module], offset, self._key, None)
@@ -141,12 +161,14 @@ class Sketches:
 
     def _drop_small(self) -> None:
         if self._arrived:
+            self._wait()
             self._buffer.zero_()
             self._arrived.clear()
 
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks after `average`."""
         self._drop_small()
+        self._wait()
         self._values.fill_(torch.nan)
         self.is_empty = False
 
@@ -163,6 +185,7 @@ class Sketches:
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
         """Averages sketches and losses over all ranks, one process group after another."""
+        self._wait()
         for group in groups:
             all_reduce(self._values, group=group)
         if groups:
@@ -186,18 +209,31 @@ class Sketches:
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
 
 
-_BUFFER, _SHARE = 1 << 18, 32
-"""The buffer has at least so many elements, or one for so many elements of all parameters."""
+_SMALL = 1 << 17
+"""The maximum number of elements of a small gradient."""
+_LEAST_BUFFER, _SHARE, _MOST_BUFFER = 1 << 18, 32, 1 << 22
+"""The buffer has room for one of so many elements of all parameters, between these limits."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
 
 
 def _small(numels: Sequence[int]) -> set[int]:
-    """The indices of the smallest parameters, as many as fit into the buffer together."""
+    """The indices of the small parameters that fit into the buffer, the smallest first."""
     smallest_first = sorted(range(len(numels)), key=numels.__getitem__)
     ends = itertools.accumulate(numels[n] for n in smallest_first)
-    most = max(_BUFFER, sum(numels) // _SHARE)
-    return {n for n, end in zip(smallest_first, ends, strict=True) if end <= most}
+    room = min(max(_LEAST_BUFFER, sum(numels) // _SHARE), _MOST_BUFFER)
+    fitting = (n for n, end in zip(smallest_first, ends, strict=True) if end <= room)
+    return {n for n in fitting if numels[n] <= _SMALL}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel can read a tensor's memory as it is."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_contiguous()
+        and not (tensor.is_complex() or tensor.is_neg())
+        and is_aligned(tensor)
+    )
 
 
 def _power_of_two(numel: int) -> int:

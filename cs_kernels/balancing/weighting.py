@@ -46,7 +46,7 @@ def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
-    dense = total.layout is torch.strided is grad.layout
+    dense = total.layout is torch.strided is grad.layout and type(total) is Tensor
     return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 

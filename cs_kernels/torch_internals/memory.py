@@ -82,7 +82,9 @@ def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
 
     """
     grad = grads[0]
-    if type(grad) is not Tensor or grad.layout is not torch.strided or not all(grad.stride()):
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_inference():
+        return False
+    if not all(grad.stride()):
         return False
     whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     del grad

@@ -12,6 +12,8 @@ template <class T, bool kUpdates>
 CS_KERNEL(kThreads, kSmallBlocks)
 sketch_kernel(SketchLaunch launch) {
   auto* const rotations = reinterpret_cast<std::uint32_t*>(shared_memory());
+  // Updates take registers, too.
+  constexpr int kLoads = kUpdates ? kSketchLoads / 2 : kSketchLoads;
   const auto last = static_cast<std::uint32_t>(launch.bins - 1);
   const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
   const auto* const data = static_cast<const T*>(launch.data);
@@ -31,13 +33,13 @@ sketch_kernel(SketchLaunch launch) {
       rotations[thread_index()] =
           sketch_rotation(launch.key, static_cast<std::uint64_t>(start + thread_index()));
     synchronize_block();
-    for (int base = 0; base < blocks; base += kSketchLoads) {
-      float values[kSketchLoads];
-      std::uint32_t signs[kSketchLoads];
-      Wide<T> results[kSketchLoads];
-      std::int64_t elements[kSketchLoads];
-      CS_UNROLL(kSketchLoads)
-      for (int n = 0; n < kSketchLoads; ++n) {
+    for (int base = 0; base < blocks; base += kLoads) {
+      float values[kLoads];
+      std::uint32_t signs[kLoads];
+      Wide<T> results[kLoads];
+      std::int64_t elements[kLoads];
+      CS_UNROLL(kLoads)
+      for (int n = 0; n < kLoads; ++n) {
         const int block = base + n < blocks ? base + n : base;
         const std::int64_t element =
             (start + block) * launch.bins + ((bin - rotations[block]) & last) - launch.index;
@@ -53,12 +55,12 @@ sketch_kernel(SketchLaunch launch) {
         const SignWords& words = (index >> 5) >> 32 == first_word >> 32 ? of_first : of_next;
         signs[n] = words.bits(static_cast<std::uint32_t>(index >> 5)) >> (index & 31) & 1;
       }
-      CS_UNROLL(kSketchLoads)
-      for (int n = 0; n < kSketchLoads; ++n)
+      CS_UNROLL(kLoads)
+      for (int n = 0; n < kLoads; ++n)
         sum += signs[n] != 0 ? -values[n] : values[n];
       if constexpr (kUpdates) {
-        CS_UNROLL(kSketchLoads)
-        for (int n = 0; n < kSketchLoads; ++n)
+        CS_UNROLL(kLoads)
+        for (int n = 0; n < kLoads; ++n)
           if (elements[n] >= 0)
             update[elements[n]] = narrowed<T>(results[n]);
       }
