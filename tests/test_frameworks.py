@@ -92,9 +92,9 @@ def test_compiled_trunks(way, schedule):
 
 
 @pytest.mark.compile
-def test_more_tasks_than_torch_compiles_graphs_for(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_tasks_than_torch_compiles_graphs_for():
     """Beyond its limit, torch would run eagerly, or raise with `fullgraph`."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     counter, names = _counted(), ["a", "b", "c"]
     trunk, x = _trunk(names), torch.randn(4, 3, 8, 8)
     network = torch.compile(trunk, backend=counter, fullgraph=True)
