@@ -126,10 +126,10 @@ class Row(Training):
 @pytest.mark.parametrize("setting", [DEMO, HRNET18], ids=lambda setting: setting.name)
 def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
     names = [*ROWS]
+    if setting is HRNET18 and find_spec("timm") is None:
+        pytest.skip("timm is not installed")
     if quick:
         setting = replace(setting, batch=1, shape=(3, 64, 64))
-    if setting.name == HRNET18.name and find_spec("timm") is None:
-        pytest.skip("timm is not installed")
     if setting.device == "cuda" and not torch.cuda.is_available():
         if not quick:
             pytest.skip("there is no GPU")

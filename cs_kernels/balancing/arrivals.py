@@ -146,7 +146,7 @@ class _Arrival:
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         take = self._take()
         # The node still runs if the parameter was frozen after the forward pass.
-        if take is None or grads[0] is None or not self._leaf.requires_grad:
+        if take is None or not self._leaf.requires_grad:
             return None
         return take(self._number, grads, self._leaf)
 

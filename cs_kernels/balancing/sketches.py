@@ -75,15 +75,15 @@ class Sketches:
         self._arrived = set[int]()
         """The modules whose part of the buffer has gradients."""
         self._stream: torch.cuda.Stream | None = None
-        """The last stream on which a gradient was added."""
+        """The last stream that used the sketches."""
         self.is_empty = True
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Clears the sketches for a new step, with new signs and bins."""
+        self._wait()
         self._drop_small()
         if not self.is_empty:
-            self._wait()
             self._values.zero_()
             self.is_empty = True
         self._seed_of_step = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
@@ -161,14 +161,13 @@ class Sketches:
 
     def _drop_small(self) -> None:
         if self._arrived:
-            self._wait()
             self._buffer.zero_()
             self._arrived.clear()
 
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks after `average`."""
-        self._drop_small()
         self._wait()
+        self._drop_small()
         self._values.fill_(torch.nan)
         self.is_empty = False
 

@@ -143,12 +143,7 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
         )
 
     def run_sketch(
-        self,
-        sketch: Tensor,
-        tensor: Tensor,
-        offset: int,
-        key: int,
-        weighting: Weighting | None = None,
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
         _C.sketch(
             type=TYPES[tensor.dtype],

@@ -185,12 +185,7 @@ class CudaOperators(GpuOperators):
         )
 
     def run_sketch(
-        self,
-        sketch: Tensor,
-        tensor: Tensor,
-        offset: int,
-        key: int,
-        weighting: Weighting | None = None,
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
         """One thread per bin."""
         with on_device(sketch.device):

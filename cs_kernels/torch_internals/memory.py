@@ -36,7 +36,7 @@ class _Holders(NamedTuple):
     python: int
     tensor: int
     base: int
-    """Those to the gradient's base if it is a view, otherwise 0."""
+    """References to the base of a view; 0 for other gradients."""
     storage: int
 
 

@@ -15,12 +15,7 @@ class SketchOperators(ABC):
 
     @abstractmethod
     def run_sketch(
-        self,
-        sketch: Tensor,
-        tensor: Tensor,
-        offset: int,
-        key: int,
-        weighting: Weighting | None = None,
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
         """Adds a contiguous, non-empty tensor to the sketch, and weights it if asked to."""
 
@@ -30,7 +25,7 @@ class SketchOperators(ABC):
         key = random_key(seed, 0)
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.numel():
-                self.run_sketch(sketch, dense(tensor), offset, key)
+                self.run_sketch(sketch, dense(tensor), offset, key, None)
 
     def sketch_and_weight_(
         self,

@@ -9,7 +9,7 @@ from cs_kernels.ops.random import random_key, splitmix64, words
 
 
 def run_sketch(
-    sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None = None
+    sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
 ) -> None:
     """Adds one element of each block to every bin, block by block; then weights, in float64."""
     elements, end, size = tensor.flatten(), offset + tensor.numel(), len(sketch)
@@ -31,7 +31,7 @@ def run_sketch(
 def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
     check_sketch(sketch, tensors, offsets, wide=True)
     for tensor, offset in zip(tensors, offsets, strict=True):
-        run_sketch(sketch, tensor, offset, random_key(seed, 0))
+        run_sketch(sketch, tensor, offset, random_key(seed, 0), None)
 
 
 def sketch_and_weight_(

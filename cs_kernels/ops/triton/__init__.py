@@ -191,12 +191,7 @@ class TritonOperators(GpuOperators):
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def run_sketch(
-        self,
-        sketch: Tensor,
-        tensor: Tensor,
-        offset: int,
-        key: int,
-        weighting: Weighting | None = None,
+        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
         """One program per BINS bins."""
         with on_device(sketch.device):
