@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -57,6 +58,19 @@ def _no_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _compiles() -> Iterator[None]:
+    """Asserts that a test leaves torch.compile on; else later tests would run eagerly."""
+    yield
+    if "torch._dynamo" not in sys.modules:
+        return
+    if torch._dynamo.eval_frame._stance.stance != "default":
+        gc.collect()  # An error's traceback may hold the frames of a pass.
+    stance = torch._dynamo.eval_frame._stance.stance
+    torch.compiler.set_stance("default")
+    assert stance == "default"
 
 
 @pytest.fixture

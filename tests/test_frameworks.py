@@ -1,6 +1,8 @@
 """Loops of other libraries: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -110,6 +112,34 @@ def test_more_tasks_than_torch_compiles_graphs_for():
             network(x)
     assert counter.frame_count == 2 * len(names)
     assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.compile
+def test_first_passes_of_two_threads():
+    """They run eagerly; when both have ended, in any order, torch compiles again."""
+    counter, x = _counted(), torch.randn(4, 3, 8, 8)
+    first, second = _trunk(), _trunk()
+    inside, ended = threading.Event(), threading.Event()
+
+    def waits(task):
+        inside.set()
+        assert ended.wait(60)
+        return second(x).mean()
+
+    opt = optimizer_of(second)
+    with ThreadPoolExecutor(1) as threads:
+        other = []
+
+        def starts_the_other(task):
+            other[:] = other or [threads.submit(opt.step, waits)]
+            assert inside.wait(60)
+            return first(x).mean()
+
+        optimizer_of(first).step(starts_the_other)
+        ended.set()
+        other[0].result()
+    torch.compile(nn.ReLU(), backend=counter)(x)
+    assert counter.frame_count == 1
 
 
 class Growing(nn.Module):

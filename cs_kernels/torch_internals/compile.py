@@ -1,7 +1,10 @@
-"""torch.compile: the modules that it wraps, and its recompilation limits."""
+"""torch.compile: the modules that it wraps, its stance, and its recompilation limits."""
 
 import contextlib
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +16,40 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the module itself."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
+
+
+_lock = threading.RLock()
+_running = 0
+"""The number of passes, in all threads, that run eagerly."""
+_stance = contextlib.ExitStack()
+"""Restores torch's stance, which belongs to the process, when the last of these passes ends."""
+
+
+@contextlib.contextmanager
+def _force_eager() -> Iterator[None]:
+    global _running
+    with _lock:
+        if not _running:
+            _stance.enter_context(torch.compiler.set_stance("force_eager"))
+        _running += 1
+    try:
+        with warnings.catch_warnings():
+            # The warning does not concern our hook.
+            message = r"Using `torch\.compile\(module\)` when there are global"
+            warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        with _lock:
+            _running -= 1
+            if not _running:
+                _stance.close()
+
+
+def eager() -> contextlib.AbstractContextManager[None]:
+    """Runs compiled modules eagerly, so that hooks neither break graphs nor enter them."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled; the import takes a second.
+        return contextlib.nullcontext()
+    return _force_eager()
 
 
 def one_graph_per_task(tasks: int) -> contextlib.AbstractContextManager[Any]:

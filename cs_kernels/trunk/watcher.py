@@ -9,9 +9,7 @@ of every task is watched again.
 
 import contextlib
 import copy
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, Literal
@@ -24,27 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms
-from cs_kernels.torch_internals.compile import uncompiled
+from cs_kernels.torch_internals.compile import eager, uncompiled
 
 LAYERS = (_ConvNd, nn.Linear)
 
 Ran = Literal["not", "without gradients", "with gradients"]
 """How the trunk's layers ran in a pass."""
-
-
-def eager() -> contextlib.AbstractContextManager[Any]:
-    """Runs compiled modules eagerly, so that hooks neither break graphs nor enter them."""
-    if "torch._dynamo" not in sys.modules:  # Nothing is compiled; the import takes a second.
-        return contextlib.nullcontext()
-    return _force_eager()
-
-
-@contextlib.contextmanager
-def _force_eager() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # The warning does not concern our hook.
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
-        yield
 
 
 def _memory(tensor: Tensor) -> Tensor:

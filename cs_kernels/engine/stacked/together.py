@@ -18,7 +18,8 @@ from cs_kernels.engine.steps import run_step
 from cs_kernels.errors import described
 from cs_kernels.stage import Passes, Stage
 from cs_kernels.step import Step
-from cs_kernels.trunk.watcher import LAYERS, eager
+from cs_kernels.torch_internals.compile import eager
+from cs_kernels.trunk.watcher import LAYERS
 
 RunTrunk = Callable[..., dict[str, Any]]
 """Takes the arguments of the trunk; returns the output for each task."""
