@@ -20,6 +20,7 @@ from ranks import Ranks
 from torch import Tensor
 
 import cs_kernels as cs
+from cs_kernels.ops.aliases import Weighting
 
 if EMULATION:
     emulate()
@@ -100,9 +101,11 @@ class Elsewhere:
     Whole storages are copied there and back, so tensors keep their memory layout.
     """
 
-    def __init__(self, operators: dict[str, Callable[..., Any]], device: str) -> None:
-        self._device = device
-        self.operators = {name: self._moved(operator) for name, operator in operators.items()}
+    def __init__(self, backend: Any) -> None:
+        self._device = backend.devices[0]
+        operators = backend.operators.items()
+        self.operators = {name: self._moved(operator) for name, operator in operators}
+        self.run_sketch = self._moved(backend.run_sketch)
 
     def _moved(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -119,6 +122,8 @@ class Elsewhere:
         return None if result is None else result.cpu()
 
     def _there(self, argument: Any, memory: dict[int, tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(argument, Weighting):
+            return Weighting(*(self._there(a, memory) for a in argument))
         if isinstance(argument, list | tuple):
             return [self._there(a, memory) for a in argument]
         if not isinstance(argument, Tensor):
@@ -140,7 +145,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         cs.ops.cuda._kernels.order(*ORDERS[request.param])
     chosen = cs.ops.backends._BACKENDS[name]
     if not chosen.computes_on("cpu"):
-        elsewhere = Elsewhere(chosen.operators, chosen.devices[0])
+        elsewhere = Elsewhere(chosen)
         monkeypatch.setattr(cs.ops.backends, "_select", lambda device: elsewhere)
     with cs.use_backend(name):
         yield name

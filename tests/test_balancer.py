@@ -12,6 +12,7 @@ import torch
 from networks import GRAMIAN_METHODS, Injects
 from plain_training import in_float64
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
@@ -91,11 +92,15 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("buffer", [0, 1 << 18])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
+def test_gradients_are_weighted_as_they_arrive(
+    monkeypatch: Any, method: cs.Method, buffer: int
+) -> None:
     """The previous step's weights scale the trunk's gradients only; one step lacks a task."""
     if isinstance(method, cs.DBMTL):
         pytest.skip("test_losses_for_the_method has it")
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
     training = Training(copy.deepcopy(method))
     for step in range(5):
         tasks = TASKS if step != 2 else TASKS[1:]
@@ -321,6 +326,61 @@ def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) ->
     training.adam.step()
     expected = torch.stack(rows) @ torch.stack(rows).T
     torch.testing.assert_close(training.balancer.gramian, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_inside_a_block(fails: bool) -> None:
+    """After each pass, `.grad` has its gradients; after a failed one, those that have arrived."""
+    training = Training(cs.UPGrad())
+    training.step(0)
+    training.adam.zero_grad()
+    network, weights = training.network, training.balancer.weights
+    arrives = [*network.trunk.parameters()][2 if fails else 0 :]
+    expected = [torch.zeros_like(p) for p in arrives]
+    for task in 2 * TASKS:
+        h = network.trunk[:2](training.batch(1, task))
+        loss = network.heads[task](network.trunk[2:](h)).square().sum()
+        grads = torch.autograd.grad(loss, arrives, retain_graph=True)
+        expected = [e + weights[task] * g for e, g in zip(expected, grads, strict=True)]
+        with training.balancer.task(task):
+            if fails:
+                h.register_hook(lambda grad: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+            else:
+                loss.backward()
+                _assert_close([p.grad for p in arrives], expected)
+        _assert_close([p.grad for p in arrives], expected)
+    assert not fails or network.trunk[0].weight.grad is None
+
+
+class _Counts(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_small_gradients_need_no_operators_of_their_own() -> None:
+    def extra(layers: int) -> int:
+        """The operators of a pass beyond those of a plain one, with weights."""
+        trunk = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+        balancer = cs.GradientBalancer(trunk.parameters(), TASKS, cs.UPGrad())
+        counts, x = [], torch.randn(4, 6)
+        for _ in range(3):
+            for task in TASKS:
+                with _Counts() as balanced, balancer.task(task):
+                    trunk(x).square().sum().backward()
+            balancer.update()
+            with _Counts() as plain:
+                trunk(x).square().sum().backward()
+            counts.append(balanced.number - plain.number)
+        return counts[-1]
+
+    assert extra(8) <= extra(2)
 
 
 class _Mixed(nn.Module):
@@ -746,7 +806,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
     else:
         p.register_post_accumulate_grad_hook(move)
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL())
-    for _ in range(2):
+    for _ in range(3):
         moved.zero_()
         weights = balancer.weights
         for task, grad in (("a", _A), ("b", 9 * _B)):
@@ -758,8 +818,9 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_gradients_are_weighted_in_their_own_memory(kept: bool) -> None:
+def test_gradients_are_weighted_in_their_own_memory(monkeypatch: Any, kept: bool) -> None:
     """Unless something else holds them: what a hook keeps is unchanged."""
+    monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", 0)
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     addresses, held = [], list[Tensor]()
     node = torch.autograd.graph.get_gradient_edge(p).node

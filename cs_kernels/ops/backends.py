@@ -37,6 +37,16 @@ class Backend:
         return _operators(self.module_name)
 
     @property
+    def run_sketch(self) -> Callable[..., None]:
+        """The function behind `sketch_` and `sketch_and_weight_`, for one tensor.
+
+        It checks nothing: tensors must be on one device, contiguous, aligned and not lazily
+        negated. In a backward pass, whose code has filled the caches, the dispatcher and the checks
+        would take longer than a kernel: 0.2 ms.
+        """
+        return _run_sketch(self.module_name)
+
+    @property
     def reason(self) -> str | None:
         """Why the backend cannot run, or None; evaluated once."""
         return _reason(self.unavailable)
@@ -54,6 +64,12 @@ def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
     if missing:
         raise NotImplementedError(f"{module_name} must implement every operator, lacks {missing}")
     return operators
+
+
+@cache
+def _run_sketch(module_name: str) -> Callable[..., None]:
+    function: Callable[..., None] = importlib.import_module(module_name).operators.run_sketch
+    return function
 
 
 @cache
@@ -169,19 +185,8 @@ def _select(device: str | None) -> Backend:
 
 
 def run_sketch(device: str) -> Callable[..., None]:
-    """The function behind `sketch_` and `sketch_and_weight_`, for one tensor.
-
-    It checks nothing: tensors must be on this device, contiguous, aligned and not lazily negated.
-    In a backward pass, whose code has filled the caches, the dispatcher and the checks would take
-    longer than a kernel: 0.2 ms.
-    """
-    return _run_sketch(_select(device).module_name)
-
-
-@cache
-def _run_sketch(module_name: str) -> Callable[..., None]:
-    function: Callable[..., None] = importlib.import_module(module_name).operators.run_sketch
-    return function
+    """The selected backend's `run_sketch` for a device type."""
+    return _select(device).run_sketch
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:
