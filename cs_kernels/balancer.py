@@ -22,7 +22,6 @@ from cs_kernels.balancing.arrivals import Arrivals, Blocks, StepEnd, release
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
-from cs_kernels.balancing.small import SmallGradients
 from cs_kernels.balancing.weighting import Factor, factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
@@ -40,8 +39,8 @@ class GradientBalancer:
 
     A method computes the weights from the gradients of the previous step; the first step is the
     plain sum. The method sees dot products that are estimated from sketches, so no gradient is
-    stored: memory and communication are plain training's, plus K sketches and at most 48 MB. You
-    keep your loop, your backward passes and your optimizer:
+    stored: memory and communication are plain training's, plus K sketches and a buffer of at most
+    16 MB. You keep your loop, your backward passes and your optimizer:
 
         balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
         for task, batch in micro_batches:
@@ -127,7 +126,6 @@ class GradientBalancer:
         self._sketches = Sketches(
             len(self.tasks), real, self._module_of, size, device, checked_seed(seed)
         )
-        self._small = SmallGradients(self._sketches, self._module_of)
         self._products = Products(len(self._sketches.sizes), len(self.tasks), device)
         self._weights: Tensor | None = None
         """Float64 [modules, K]; None, for weights of 1, before the first solve and with `Sum()`."""
@@ -187,11 +185,9 @@ class GradientBalancer:
         self._sketching = self._solves
         if self._sketching:
             self._sketches.open(index)
-        self._small.open(self._factors, sketching=self._sketching)
         self._active, self._arrived = index, False
         try:
             yield
-            self._small.close()
             self._sketches.close()
             if loss is None:
                 self._with_loss.discard(task)
@@ -200,7 +196,6 @@ class GradientBalancer:
                 self._with_loss.add(task)
             self._kept.update(self._hooks.left_in_grad(self._reached))
         except BaseException:
-            self._small.close()
             self._sketches.spoil()
             raise
         finally:
@@ -447,8 +442,6 @@ class GradientBalancer:
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
         self._reached.add(parameter)
-        if self._small.take(parameter, grads, leaf):
-            return None
         strided = grads[0].layout is torch.strided
         if self._sketching and not strided:
             raise TypeError(

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -93,26 +93,6 @@ class Sketches:
         """Begins passes of a task."""
         self._run = run_sketch(self._values.device.type)
         self._rows = self._of_modules[task]
-
-    def is_small(self, parameter: int, grads: tuple[Tensor | None, ...]) -> bool:
-        """Whether `add_small` may be given this gradient, the argument of a hook of its node."""
-        return (
-            parameter in self._views
-            and type(grads[0]) is Tensor
-            and grads[0].dtype in (torch.float32, torch.float64)
-            and grads[0].layout is torch.strided
-            and grads[0].device == self._buffer.device
-            and not grads[0].is_neg()
-        )
-
-    def add_small(self, grads: Mapping[int, Tensor]) -> None:
-        """As `add`, for several small gradients."""
-        if not grads:
-            return
-        self.is_empty = False
-        self._wait()
-        torch._foreach_add_([self._views[n] for n in grads], [*grads.values()])
-        self._arrived.update(self._module_of[n] for n in grads)
 
     def add(self, parameter: int, grad: Tensor) -> None:
         """Adds a gradient to the task's sketch, reading it once; micro-batches add up.

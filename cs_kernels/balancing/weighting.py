@@ -1,6 +1,5 @@
 """Weights gradients on their way to `.grad`, where possible without fresh memory."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,20 +39,15 @@ def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | 
     total = leaf.grad
     if total is None:
         return (grads[0] if may_be_overwritten(grads) else None), False
-    adds = grads[0] is not None and adds_in_place(total, grads[0], leaf)
+    adds = grads[0] is not None and _adds_in_place(total, grads[0], leaf)
     return (total if adds else None), adds
 
 
-def adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
+def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout and type(total) is Tensor
-    return alike and dense and not has_hooks_after(leaf)
-
-
-def has_hooks_after(leaf: Tensor) -> bool:
-    """Whether autograd calls hooks after it has accumulated a leaf's gradient."""
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+    return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
 def weigh(grad: Tensor, number: Tensor | float, update: Tensor | None, *, adds: bool) -> Tensor:
@@ -70,31 +64,3 @@ def weigh(grad: Tensor, number: Tensor | float, update: Tensor | None, *, adds: 
     if isinstance(number, float):
         return update.add_(grad, alpha=number)
     return update.addcmul_(grad, number)
-
-
-def weigh_together(
-    leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    totals: Sequence[Tensor | None],
-    factor: Factor | None,
-) -> None:
-    """Weights gradients of one dtype that are in `.grad`, and adds each to its total, if any."""
-    number = 1.0 if factor is None else factor.number
-    if isinstance(number, Tensor):
-        number = number.to(grads[0].dtype)  # Otherwise a GPU would need a kernel for each gradient.
-    rows = [*zip(leaves, grads, totals, strict=True)]
-    adding = [(leaf, grad, total) for leaf, grad, total in rows if total is not None]
-    if adding:
-        _, added, sums = map(list, zip(*adding, strict=True))
-        if isinstance(number, float):
-            torch._foreach_add_(sums, added, alpha=number)
-        else:
-            torch._foreach_add_(sums, torch._foreach_mul(added, number))
-        for leaf, _, total in adding:
-            leaf.grad = total
-    first = [(leaf, grad) for leaf, grad, total in rows if total is None]
-    if first and factor is not None:
-        # In place, this could overwrite memory that something else holds.
-        products = torch._foreach_mul([grad for _, grad in first], number)
-        for (leaf, _), product in zip(first, products, strict=True):
-            leaf.grad = product

@@ -23,11 +23,6 @@ def current_pass() -> int:
     return number
 
 
-def at_end_of_pass(function: Callable[[], None]) -> None:
-    """Calls a function at the end of the running backward pass, unless the pass fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 def is_leaf(node: object) -> bool:
     """Whether a node accumulates the gradient of a leaf."""
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
