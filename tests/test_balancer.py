@@ -434,6 +434,7 @@ class _Mixed(nn.Module):
         return (z.to(self.phase.real.dtype) * self.phase).abs().float()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("buffer", [0, 100, 9999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_every_kind_of_gradient(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import SMALL
 from loops import Loop, assert_alike, numbers
 from networks import (
     TASKS,
@@ -113,7 +114,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 @pytest.mark.parametrize(
     ("threshold", "scaled"), [(-0.1, False), (0.0, True), (0.2, False)], ids=str
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS][: 3 if SMALL else None])
 def test_counts(backend: str, method: str, threshold: float, scaled: bool) -> None:
     """Steps have all tasks, two or one; a layer is frozen in some of them.
 

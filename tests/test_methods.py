@@ -74,6 +74,7 @@ def _own(base: type, **functions: Callable[..., object]) -> Any:
 LAYERS = {"all": [slice(None)], "layer": [slice(0, 48), slice(48, None)]}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("groups", LAYERS)
 @pytest.mark.parametrize("name", METHODS)
 def test_update_is_the_weighted_sum(backend: str, name: str, groups: str) -> None:

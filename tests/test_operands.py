@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import operator_calls
+from layers import SMALL, operator_calls
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cs_kernels import _C
 from cs_kernels.ops import backends, operands
@@ -143,14 +143,16 @@ def test_memory_that_kernels_cannot_read(
     backend: str, name: str, view: Callable[[Tensor], Tensor]
 ) -> None:
     """The sign of `x.conj().imag` is not in memory; `torch.frombuffer` allows odd addresses."""
-    operator = getattr(torch.ops.cs_kernels, name)
-    leaves, structure = tree_flatten(operator_calls()[name])
+    operator, arguments = getattr(torch.ops.cs_kernels, name), operator_calls()[name]
+    leaves, structure = tree_flatten(arguments)
+    plain = _copied(leaves)
+    result = operator(*tree_unflatten(plain, structure))
+    argument_of = [n for n, argument in enumerate(arguments) for _ in tree_leaves(argument)]
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
+        again = index > 0 and argument_of[index - 1] == argument_of[index]
+        if not isinstance(leaf, Tensor) or (SMALL and again):
             continue
-        plain = _copied(leaves)
-        given = [view(x) if i == index else x for i, x in enumerate(_copied(plain))]
-        result = operator(*tree_unflatten(plain, structure))
+        given = [view(x) if i == index else x for i, x in enumerate(_copied(leaves))]
         here = backends._BACKENDS[backend].computes_on("cpu")  # A GPU gets aligned copies.
         refused = (name, index) in (
             ("gradvac_weights", 1),
