@@ -243,7 +243,8 @@ def pytest_collection_modifyitems(
     if config.getoption("--quick"):
         chosen = [item for item in chosen if _is_quick(item)]
     if not config.getoption("--full"):
-        rest = left_out(chosen, most=1 if SMALL else 2)
+        quick = config.getoption("--quick")
+        rest = left_out(chosen, most=1 if SMALL else 2, quick=quick)
         if config.getoption("--part"):
             part, parts = map(int, config.getoption("--part").split("/"))
             rest -= {*[item for item in chosen if item in rest][part::parts]}

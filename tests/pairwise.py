@@ -34,19 +34,26 @@ def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
     return sorted(chosen)
 
 
-def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+def left_out(items: Iterable[pytest.Item], most: int, *, quick: bool) -> set[pytest.Item]:
     """The tests that run only with `--full`.
 
     For each backend, tests marked `pairwise` keep cases with every pair of values, and tests marked
-    `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`.
+    `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`. With
+    `quick`, all tests are taken as marked `each`.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}
     for item in items:
-        for width, marker in ((1, "each"), (most, "pairwise")):
-            if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
-                name = item.nodeid.partition("[")[0]
-                products[name, item.callspec.params.get("backend"), width].append(item)
+        if not (isinstance(item, pytest.Function) and hasattr(item, "callspec")):
+            continue
+        if item.get_closest_marker("each") or quick:
+            width = 1
+        elif item.get_closest_marker("pairwise"):
+            width = most
+        else:
+            continue
+        name = item.nodeid.partition("[")[0]
+        products[name, item.callspec.params.get("backend"), width].append(item)
     for (*_, width), cases in products.items():
         params = [{**item.callspec.params, "backend": None} for item in cases]
         # A product repeats each value as the same object, so ids identify values.

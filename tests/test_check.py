@@ -15,7 +15,7 @@ from cs_kernels.check import cases, record, watchdog
 from cs_kernels.check.watchdog import Result
 from cs_kernels.ops import backends
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
 CHILD = str(Path(__file__).with_name("planted_child.py"))
 NAMES = ["combine_", "gramian", "task_priority"]

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cs_kernels as cs
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.slow]
 
 PACKAGE = str(Path(cs.__file__).parent)
 
