@@ -21,8 +21,9 @@ def uncompiled(module: nn.Module) -> nn.Module:
 _lock = threading.RLock()
 _running = 0
 """The number of passes, in all threads, that run eagerly."""
-_stance = contextlib.ExitStack()
-"""Restores torch's stance, which belongs to the process, when the last of these passes ends."""
+_restores = contextlib.ExitStack()
+"""Restores what belongs to the process, torch's stance and the filters of warnings, when the last
+of these passes ends."""
 
 
 @contextlib.contextmanager
@@ -30,19 +31,19 @@ def _force_eager() -> Iterator[None]:
     global _running
     with _lock:
         if not _running:
-            _stance.enter_context(torch.compiler.set_stance("force_eager"))
-        _running += 1
-    try:
-        with warnings.catch_warnings():
+            _restores.enter_context(torch.compiler.set_stance("force_eager"))
+            _restores.enter_context(warnings.catch_warnings())
             # The warning does not concern our hook.
             message = r"Using `torch\.compile\(module\)` when there are global"
             warnings.filterwarnings("ignore", message)
-            yield
+        _running += 1
+    try:
+        yield
     finally:
         with _lock:
             _running -= 1
             if not _running:
-                _stance.close()
+                _restores.close()
 
 
 def eager() -> contextlib.AbstractContextManager[None]:
