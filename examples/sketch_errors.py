@@ -23,7 +23,7 @@ SEEDS = 3
 METHODS = [
     cs.GradVac(target=0.0) if method is cs.GradVac else method()
     for method in cs.GramianMethod.__subclasses__()
-    if method.__name__ in cs.__all__ and method is not cs.Clipped
+    if method.__name__ in cs.__all__ and method not in (cs.Clipped, cs.Protect)
 ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sketch_errors
 import torch
 from plain_training import in_float64, largest_difference
 from ranks import Pools
@@ -253,3 +254,14 @@ def test_parameters_that_deepspeed_has_partitioned() -> None:
     weight.ds_shape = torch.Size([3, 2])  # As ZeRO stage 3 sets it.
     with pytest.raises(ValueError, match=r"parameters must be whole, .* ZeRO stage 3"):
         cs.GradientBalancer([weight], ["a", "b"])
+
+
+def test_sketches_of_all_elements_have_no_errors() -> None:
+    """The page's table is made with these functions."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(5, 6)
+    z = trunk(torch.randn(8, 5))
+    losses = {f"task {n}": (z - n).square().mean() * 2**n for n in range(3)}
+    found = sketch_errors.errors(trunk, losses, 256)
+    assert len(found) == sketch_errors.SEEDS * len(sketch_errors.METHODS) == 36
+    assert max(found) < 1e-3
