@@ -1,11 +1,12 @@
 """The tables of README.md and docs/benchmarks.md agree with the records of the benchmarks."""
 
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import page_plots
+import page_tables
 import pytest
 import style
 import torch
@@ -24,12 +25,11 @@ def test_the_page_agrees_with_the_records() -> None:
 @pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/internals/gpu_kernels.md"])
 def test_every_table_is_written_from_a_record(page: str) -> None:
     text = (ROOT / page).read_text()
-    contents = runpy.run_path(str(ROOT / "bench" / "page.py"))["contents"]
     blocks = re.findall(r"<!-- table: (\S+) -->\n\n(.*?)\n<!-- end -->", text, re.DOTALL)
     assert len(blocks) == text.count("<!-- table: ") > 0
     for name, written in blocks:
         assert "\nRecord: `bench/results/" in written
-        assert written == "\n\n".join(contents(name)), name
+        assert written == page_tables.contents(name), name
 
 
 def test_no_table_of_benchmarks_is_typed() -> None:
@@ -40,16 +40,15 @@ def test_no_table_of_benchmarks_is_typed() -> None:
 
 def _rows(name: str) -> list[list[list[float | None]]]:
     """For each panel, the values of each row of markers."""
-    page = runpy.run_path(str(ROOT / "bench" / "page.py"))
     if name == "front":
-        return [[[r.get(key) or None] for r in page["front"]()] for key in page["PANELS"]]
-    panels = page["panels_of_times"](name)
+        return [[[r.get(key)] for r in page_plots.front()] for key in page_plots.PANELS]
+    panels = page_plots.panels_of_times(name)
     if name == "methods":  # As the title says: 4 tasks, ResNet-18.
-        cases = page["last"](name, "resnet18")["cases"]
+        cases = page_tables.last(name, "resnet18")["cases"]
         cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
-        assert list(panels[""].items())[1:] == [(c["method"], page["times"](c)) for c in cases]
+        assert list(panels[""].items())[1:] == [(c["method"], page_plots.times(c)) for c in cases]
     return [
-        [[row.get(label) for label in page["MARKS"]] for row in rows.values()]
+        [[row.get(label) for label in page_plots.MARKS] for row in rows.values()]
         for rows in panels.values()
     ]
 
@@ -94,9 +93,10 @@ def test_pictures_show_the_records(name: str, look: str) -> None:
 
 @pytest.mark.parametrize("look", ["", "-dark"])
 def test_lines_of_the_price_show_the_record(look: str) -> None:
-    page = runpy.run_path(str(ROOT / "bench" / "page.py"))
-    cases = [c for c in page["last"]("price", "resnet18")["cases"] if c["network"] == "resnet18"]
+    cases = [
+        c for c in page_tables.last("price", "resnet18")["cases"] if c["network"] == "resnet18"
+    ]
     keys = ("over_plain", "peak_bytes")
     for drawn_at, key in zip(_panels(f"price{look}"), keys, strict=True):
-        values = [c[key] for way in page["WAYS"] for c in cases if c["step"] == way]
+        values = [c[key] for way in page_plots.WAYS for c in cases if c["step"] == way]
         _assert_linear(drawn_at[1], torch.tensor(values).double().log())
