@@ -1,10 +1,14 @@
 """Selects the cases of a parameter product that run by default."""
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import pytest
+
+MOST_QUICK = 6
+"""The number of cases per test and backend with `--quick`."""
 
 
 def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
@@ -39,7 +43,8 @@ def left_out(items: Iterable[pytest.Item], most: int, *, quick: bool) -> set[pyt
 
     For each backend, tests marked `pairwise` keep cases with every pair of values, and tests marked
     `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`. With
-    `quick`, all tests are taken as marked `each`.
+    `quick`, all tests are taken as marked `each`, and keep at most `MOST_QUICK` of these cases,
+    spread evenly over them; tests of the same parameters keep different ones.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}
@@ -54,9 +59,13 @@ def left_out(items: Iterable[pytest.Item], most: int, *, quick: bool) -> set[pyt
             continue
         name = item.nodeid.partition("[")[0]
         products[name, item.callspec.params.get("backend"), width].append(item)
-    for (*_, width), cases in products.items():
+    for (name, backend, width), cases in products.items():
         params = [{**item.callspec.params, "backend": None} for item in cases]
         # A product repeats each value as the same object, so ids identify values.
         chosen = covering([tuple(map(id, of_case.values())) for of_case in params], width)
+        if quick and len(chosen) > MOST_QUICK:
+            start = zlib.crc32(f"{name} {backend}".encode())
+            spread = (start + n * len(chosen) // MOST_QUICK for n in range(MOST_QUICK))
+            chosen = [chosen[n % len(chosen)] for n in spread]
         result |= {*cases} - {cases[n] for n in chosen}
     return result

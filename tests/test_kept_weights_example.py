@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import cs_kernels as cs
 
-pytestmark = pytest.mark.docs
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("kept_weights_example")]
 
 TINY = demo.Settings(epochs=4, steps=2, crop=48, batch=2)  # Every task has labels in each crop.
 SEEDS = [0, 1]

@@ -64,7 +64,8 @@ def test_the_front():
     assert not toy.have_reached(np.array([[9.0, 9.0], [0.0, 0.0], [0.0, -2.0], [12.0, -8.4]])).any()
 
 
-@pytest.mark.parametrize("steps", [toy.STEPS // 2, pytest.param(toy.STEPS, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [toy.STEPS // 2, toy.STEPS])
 def test_who_reaches_the_front_and_where(steps):
     """As in the papers, plain descent and PCGrad from (9, 9) end in the valley, not on the front.
 

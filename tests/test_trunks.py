@@ -13,14 +13,11 @@ from cs_kernels.trunk.watcher import LAYERS
 pytestmark = pytest.mark.networks
 
 
-def slow(*names: str) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.full) for name in names]
+FAST = ["resnet18", "efficientnet_b0", "levit_128s", "vit_tiny_patch16_224"]
+SLOW = [pytest.param(name, marks=pytest.mark.full) for name in CASES if name not in FAST]
 
 
-FAST = [name for name in CASES if name not in ("deeplabv3_resnet50", "convnext_tiny")]
-
-
-@pytest.mark.parametrize("name", [*FAST, *slow("deeplabv3_resnet50", "convnext_tiny")])
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_trunks(name: str) -> None:
     """Makes a step in every network of docs/trunks.md."""
     case = CASES[name]
@@ -57,7 +54,7 @@ def test_trunks(name: str) -> None:
     assert opt.coverage().prioritized == coverage.prioritized
 
 
-@pytest.mark.parametrize("name", ["resnet18", *slow("hrnet_w18")])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("hrnet_w18", marks=pytest.mark.full)])
 def test_step_together_by_layer(name: str) -> None:
     setup = Setup(CASES[name])
     case = Case(setup.trunk, setup.x, lambda _, z, task: setup.loss_of(z, task), TASKS)
