@@ -43,6 +43,17 @@ def _flat(grads: list[Tensor]) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
+def test_a_lazily_conjugated_gradient() -> None:
+    """`a * b.conj() * 1` gives `b` a gradient with the conjugate bit."""
+    w = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+    trunk = nn.ParameterList([w])
+    z = torch.randn(5, dtype=torch.complex64) * w.conj() * 1
+    losses = {"a": z.abs().square().sum(), "b": (z - 1).abs().square().sum()}
+    (expected,) = torch.autograd.grad(sum(losses.values()), w, retain_graph=True)
+    optimizer_of(trunk, cs.Sum(separate=True)).backward(losses)
+    torch.testing.assert_close(w.grad, expected)
+
+
 @pytest.mark.parametrize("method", GRAMIAN_METHODS, ids=repr)
 def test_the_update_of_a_plain_loop(backend: str, method: cs.GramianMethod) -> None:
     network, x = Spectral(), torch.randn(7, 6, dtype=torch.float64)

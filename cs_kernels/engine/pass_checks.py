@@ -31,12 +31,12 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
 _TOLERANCE, _FLOOR = 0.01, 1e-4
-"""The difference that atomic additions on a GPU may make, relative to a gradient's norm and, since
-a gradient may cancel out, as a bias's does before a normalization, to the largest norm."""
+"""Tolerances for the differences that atomic additions on a GPU cause, relative to a gradient's
+norm and to the largest norm: a gradient may cancel out, as a bias's does before a normalization."""
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
-"""The same for 16-bit gradients."""
+"""The tolerances for 16-bit gradients."""
 _MOST_CHECKS = 4
-"""How often passes may be checked again: a loop may freeze different parameters in every step."""
+"""The maximum number of new checks: a loop may freeze different parameters in every step."""
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
@@ -69,7 +69,7 @@ class PassChecks:
         """By task: the tasks with which passes through one graph have proved repeatable."""
 
     def forget(self) -> None:
-        """Checks the next passes of every task again, but only `_MOST_CHECKS` times in all."""
+        """Schedules a new check of every task's next passes, at most `_MOST_CHECKS` times."""
         if not self._left:
             return
         self._left -= 1
@@ -86,8 +86,8 @@ class PassChecks:
             as_made: Whether gradients must arrive in `.grad` unmodified.
 
         Raises:
-            RuntimeError: The pass has changed a shared parameter or a tensor that is its attribute,
-                or a hook has moved or changed a gradient.
+            RuntimeError: The pass has changed a shared parameter or a tensor attribute of one, or a
+                hook has moved or changed a gradient.
 
         """
         new = [task for task in tasks if task not in self._tasks]
@@ -184,15 +184,16 @@ class PassChecks:
     ) -> None:
         """Checks that a graph allows several passes, unless it was checked for the same tasks.
 
-        Runs the part of the graph that several tasks share three times, once with a zero gradient.
+        Runs three passes through the part of the graph that several tasks share. One pass starts
+        from a zero gradient.
 
         Args:
             losses: The loss of each task.
             features: Where the passes end, if not at the leaves.
 
         Raises:
-            RuntimeError: Two passes differ, a zero gradient gives a nonzero one, or the second pass
-                fails.
+            RuntimeError: Two passes differ, the pass from zero gives a nonzero gradient, or a
+                later pass fails.
 
         """
         tasks, unseen = set(losses), set[str]()
@@ -204,7 +205,7 @@ class PassChecks:
             names: dict[Tensor, str] = {z: f"features[{i}]" for i, z in enumerate(features)}
             names |= zip(held, self._trunk.watcher.names_of(held), strict=True)
             names |= zip(self._trunk.shared, self._trunk.names, strict=True)
-            # Checkpointing runs normalizations again.
+            # Checkpointing runs normalizations again, which changes their statistics.
             with self._trunk.unchanged(self._trunk.tasks, always=True):
                 check_shared_part(losses, names, held, features)
         for task in tasks:
@@ -218,7 +219,9 @@ def check_shared_part(
     features: Sequence[Tensor] = (),
     ways_out: str = _WAYS_OUT,
 ) -> None:
-    """Runs the part of a graph that several tasks share three times, once with a zero gradient.
+    """Checks with three passes that the part of a graph that several tasks share is repeatable.
+
+    One pass starts from a zero gradient.
 
     Args:
         losses: The loss of each task.
@@ -228,8 +231,8 @@ def check_shared_part(
         ways_out: The remedy that messages recommend.
 
     Raises:
-        RuntimeError: Two passes differ, a zero gradient gives a nonzero one, or the second pass
-            fails.
+        RuntimeError: Two passes differ, the pass from zero gives a nonzero gradient, or a later
+            pass fails.
 
     """
     part = _shared_part(losses, features)
@@ -248,7 +251,7 @@ def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
 
 
 def _is_like(value: Tensor, p: Tensor) -> bool:
-    """Whether a tensor has the shape of a parameter, and memory to read."""
+    """Whether a tensor has the shape and device of a parameter, and readable memory."""
     plain = value.layout is torch.strided and not (value.is_quantized or value.is_neg())
     if not plain or is_sharded(value) or (value.shape, value.device) != (p.shape, p.device):
         return False
@@ -270,7 +273,8 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
     nodes = {task: walk([edge_of(loss)], ends).nodes for task, loss in losses.items()}
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
-    # `torch.autograd.grad`, which leaves `.grad` alone, does not support reentrant checkpointing.
+    # The check uses `torch.autograd.grad`, which leaves `.grad` alone, but does not support
+    # reentrant checkpointing.
     if any(map(is_reentrant, shared)):
         warnings.warn(
             "reentrant checkpointing prevents the check that backward passes are repeatable: use"
@@ -295,7 +299,7 @@ _HALF = torch.bfloat16, torch.float16
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether gradients that arrive at a node are dense tensors of a known size."""
+    """Whether gradients that arrive at a node are not nested, and have known sizes."""
     return all(
         not like.is_cpp_nested_tensor and all(isinstance(size, int) for size in like.shape)
         for like in node._input_metadata
@@ -403,6 +407,6 @@ def _norm(grad: Tensor | None, nan: float | None = None) -> float:
     """The norm of a gradient; `nan`, if given, replaces non-finite elements."""
     if grad is None:
         return 0.0
-    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+    grad = as_real(grad)
     grad = grad if nan is None else grad.nan_to_num(nan, nan, nan)
     return float(torch.linalg.vector_norm(grad, dtype=torch.float64))
