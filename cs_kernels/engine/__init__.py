@@ -1,1 +1,1 @@
-"""How a step is made; `steps.py` is the file to read first."""
+"""The engine, which makes training steps; read `steps.py` first."""

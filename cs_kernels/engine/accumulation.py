@@ -1,6 +1,6 @@
 """Gradients of `backward(update=False)` that wait for their update.
 
-An exception in `backward` drops all of them, and the next call warns.
+An exception in `backward` drops these gradients, and the next call warns.
 """
 
 import contextlib
@@ -18,23 +18,23 @@ from cs_kernels.step import Step
 class Accumulation:
     """The gradients that calls of `backward(update=False)` have left for a later call.
 
-    It is open from the first such call (`wait`) until the update (`clear`), an exception
-    (`dropped_on_error`), or a `zero_grad()`, which `is_open` detects.
+    An accumulation is open from the first such call (`wait`) until the update (`clear`), an
+    exception (`dropped_on_error`), or a `zero_grad()`, which `is_open` detects.
     """
 
     def __init__(self, gradients: TaskGradients, optimizers: TorchOptimizers) -> None:
         self.step: Step | None = None
-        """The step that the first call has begun."""
+        """The step that the first call has begun; None if no gradients wait."""
         self._calls = 0
         """The number of calls whose gradients wait for the update."""
         self._dropped = ""
-        """A description of the gradients that an exception dropped, until the next call warns."""
+        """The beginning of the next call's warning, if an exception has dropped gradients."""
         self._gradients = gradients
         self._optimizers = optimizers
         self._marks: list[tuple[nn.Parameter, Tensor | None, int]] = []
-        """All parameters, their gradients in `.grad`, and the gradients' versions."""
+        """Each optimizer parameter, its `.grad` after the last call, and the version of `.grad`."""
         self._lent: nn.Parameter | None = None
-        """A parameter whose gradient in a row is also in `.grad`, if any."""
+        """The parameter with a lent tensor in `.grad` (`TaskGradients.lend`), or None."""
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update."""
@@ -55,7 +55,7 @@ class Accumulation:
 
     def wait(self, step: Step) -> None:
         """Keeps the gradients of a call of `backward(update=False)` for the next call."""
-        # Leaves one gradient in `.grad`, so that a `zero_grad()` in between is noticed.
+        # Leaves a tensor in one `.grad`, so that `is_open` notices a `zero_grad()`.
         lent = self._gradients.lend()
         self.step = step
         self._calls += 1
@@ -78,7 +78,7 @@ class Accumulation:
             raise
 
     def _mark(self, lent: tuple[int, Tensor] | None) -> None:
-        """Records the gradients in `.grad`, and puts one gradient of a row there."""
+        """Puts the lent tensor into `.grad`, and records all gradients there."""
         held = self._optimizers.held()
         if lent is not None:
             self._lent = self._gradients.parameters[lent[0]]
@@ -88,13 +88,13 @@ class Accumulation:
         self._marks = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
 
     def unmark(self) -> None:
-        """Removes the row's gradient that `_mark` put into `.grad`."""
+        """Removes the tensor that `_mark` put into `.grad`."""
         if self._lent is not None:
             self._lent.grad = None
         self._marks, self._lent = [], None
 
     def is_open(self) -> bool:
-        """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
+        """Whether gradients wait for their update; False after a `zero_grad()`.
 
         Raises:
             RuntimeError: The gradients were changed, but not set to zero.

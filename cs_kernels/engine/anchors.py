@@ -39,14 +39,14 @@ class Anchors:
         self._expired = False
         """Whether the next joint step computes the gradients again, whatever their age."""
         self._fresh: dict[str, list[Tensor | None]] = {}
-        """The protected tasks' gradients in the current step, from `lend` to `after`."""
+        """The current step's gradients of protected tasks; `lend` sets them, `after` takes them."""
 
     def forget(self) -> None:
-        """Drops all gradients."""
+        """Drops all kept gradients."""
         self._kept, self._expired = {}, False
 
     def expire(self) -> None:
-        """Makes the next joint step compute the gradients again: different parameters may train."""
+        """Makes the next joint step compute all gradients: different parameters may train now."""
         self._expired = True
 
     def due(self, tasks: Sequence[str], method: Method, number: int) -> tuple[str, ...]:
@@ -69,9 +69,9 @@ class Anchors:
         return tuple(task for task in tasks if task not in waits) or tuple(tasks)
 
     def lend(self, step: Step, method: Method) -> None:
-        """Before the method runs: adds kept gradients to the rows, and sets this step's aside.
+        """Before the method runs: adds anchors, and sets aside this step's protected gradients.
 
-        This step's gradients replace kept ones at the end of the step (`after`).
+        `after` keeps the gradients that were set aside, in place of the oldest kept ones.
         """
         keeps, ranks = method.keeps, self._ranks
         if keeps is None:
@@ -139,7 +139,7 @@ class Anchors:
         return {"facts": (facts, self._expired, self._trained()), "gradients": tensors}
 
     def check_state(self, state: Mapping[str, Any], keeps: Keeping) -> None:
-        """Raises ValueError for gradients of other parameters, or with a wrong step number."""
+        """Raises an error for a kept gradient with a wrong parameter, shape or step number."""
         facts, _, _ = state["facts"]
         shapes = dict(zip(self._names, (p.shape for p in self._ranks.parameters), strict=True))
         for task, n in _slots(keeps):

@@ -51,7 +51,7 @@ def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    """Raises if the trunk has a scripted module, or a normalization that lacks a task."""
+    """Raises if the trunk has a scripted module, or does not fit the tasks or the method."""
     for name, norm in trunk.named_modules():
         if isinstance(norm, torch.jit.ScriptModule):
             raise ValueError(
@@ -95,7 +95,7 @@ def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
 
 
 def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
-    """Raises unless all shared parameters are on one device that can compute for these tasks."""
+    """Raises if the method cannot run for these tasks on the shared parameters' devices."""
     first: dict[torch.device, str] = {}
     for name, parameter in shared.items():
         first.setdefault(parameter.device, name)

@@ -5,9 +5,9 @@ there, and one backward pass of the trunk propagates the combination (MGDA-UB, S
 2018, section 3.3; IMTL-G, Liu et al. 2021). Memory holds K gradients of the features in place of
 K gradients of all shared parameters.
 
-On several ranks, each has the features of its own samples. Products of gradients are sums over
-all samples, so they are summed over the ranks, and the task weights are equal on all ranks. Each
-rank propagates its samples' combined gradient through the trunk, whose gradients are reduced once.
+Each rank has the features of its own samples. Dot products of gradients are sums over all samples,
+so they are summed over the ranks, and the task weights are equal on all ranks. Each rank propagates
+its samples' combined gradient through the trunk, whose gradients are reduced once.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def found_features(engine: Engine, given: object, losses: Mapping[str, Tensor]) 
 def passes_to_features(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], features: Features
 ) -> None:
-    """The backward passes of the heads, down to the features."""
+    """Runs the backward passes of the heads, down to the features."""
     weighted = weighted_losses(engine, passes, losses)
     engine.ranks.before_backward(retains=True)
     scaled = {task: engine.graph.scaled(loss) for task, loss in weighted.items()}
@@ -54,7 +54,7 @@ def passes_to_features(
 
 
 def combine_features(engine: Engine, passes: Passes, features: Features) -> None:
-    """The method's combination of the gradients that have arrived at the features."""
+    """Lets the method combine the gradients that have arrived at the features."""
     timer = engine.monitor.timer(engine.trunk.device, eager=True)
     with record_function("cs_kernels.surgery"), torch.no_grad(), timer:
         features.combine(engine.method, passes)
@@ -64,7 +64,7 @@ def combine_features(engine: Engine, passes: Passes, features: Features) -> None
 def pass_of_trunk(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], features: Features
 ) -> None:
-    """The backward pass from the features, on a rank that has losses."""
+    """Runs the backward pass from the features, on a rank that has losses."""
     if losses:
         ranks = engine.ranks
         ranks.last_backward([task for task in passes.tasks if task in losses][-1])

@@ -1,8 +1,9 @@
-"""Training steps in CUDA graphs: their capture, the conditions for a new capture, their replay.
+"""Training steps in CUDA graphs: capture, replay, and the conditions for a new capture.
 
 A replay repeats the kernels of the captured step on the same addresses. Everything that may change
 between steps is handled in Python before each replay (phase, step number, checks), read from device
-memory (the counter of draws, the states of methods and weightings), or compared with the capture.
+memory (the step counter, the states of methods and weightings), or compared with its value in the
+capture, so that a change leads to a new capture.
 """
 
 from collections import Counter
@@ -51,7 +52,7 @@ class CapturedStep:
         """The cache of `_modules_that_run`: the versions for which it is valid, and the modules."""
         self._recordings: dict[Phase, _Recording] = {}
         self._warm: Counter[Phase] = Counter()
-        """The eager steps of each phase since its last capture."""
+        """By phase, the number of warm-up steps, which are eager, before the next capture."""
         device = engine.trunk.device
         refuse_capture(device)
         engine.check_ready()
@@ -78,7 +79,7 @@ class CapturedStep:
         Raises:
             RuntimeError: As in `MultiTaskOptimizer.step`; or the torch optimizer keeps numbers or
                 tensors on the host, which replays would not update; or a method or weighting reads
-                `step.number`; or the call is made under `torch.autocast` with a cache.
+                `step.number`; or the call is made under `torch.autocast` with its cache enabled.
 
         """
         with held_back():
@@ -122,7 +123,7 @@ class CapturedStep:
             self._counter.add_(1)
 
         held = engine.trunk.held()
-        # Otherwise, the capture would free gradients that eager steps allocated.
+        # Drops the gradients of eager steps, which the capture would otherwise free.
         engine.transaction.clear(held)
         try:
             replay = graphs.capture(run)
@@ -154,7 +155,7 @@ class CapturedStep:
         return same and values == recording.values
 
     def _facts(self, phase: Phase) -> tuple[list[object], list[Tensor]]:
-        """The values, and the tensors (by identity), that a recording depends on."""
+        """The values and the tensors that a recording depends on; tensors compare by identity."""
         engine = self._engine
         trunk, optimizers = engine.trunk, engine.optimizers
         held = trunk.held()
@@ -206,7 +207,7 @@ def _check_autocast(device: torch.device) -> None:
     if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
         raise RuntimeError(
             "autocast must be inside the closure of a captured step, or have cache_enabled=False:"
-            " replays would read weights that were cast before"
+            " replays would read weights that autocast had cached"
         )
 
 
@@ -242,7 +243,7 @@ def _check_on_device(engine: Engine, device: torch.device) -> None:
         if scales and not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
                 "optimizer must have fused=True in a captured step with a scaler, to skip a step"
-                f" without a host synchronization, got {name} without it"
+                f" without a host synchronization, got {name} without fused=True"
             )
 
 

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class PartOfEngine(Generic[T]):
-    """An attribute that is stored in the engine."""
+    """An attribute of MultiTaskOptimizer that is stored in its engine."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class PartOfEngine(Generic[T]):
 
 
 class Copyable:
-    """The base of MultiTaskOptimizer: it is copied and pickled as its arguments plus its state."""
+    """The base class of MultiTaskOptimizer, which is copied as its arguments plus its state."""
 
     _engine: Engine
 
@@ -38,7 +38,7 @@ class Copyable:
         """Builds this object from arguments and state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arguments and state; unchanged for a copy that is not built yet."""
+        """The arguments and the state, even of a copy that is not built yet."""
         if "_copied" in self.__dict__:
             return dict(self.__dict__["_copied"])
         _check_copyable(self._engine)

@@ -1,4 +1,4 @@
-"""CUDA graphs: recording what a step does on a device, and replaying it."""
+"""CUDA graphs: records the work of a step on a device, and replays it."""
 
 import contextlib
 import warnings
@@ -20,7 +20,7 @@ class Graphs(Protocol):
         """Whether any code is capturing a graph now."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """A context for the eager steps before a capture, ordered with the work around it."""
+        """A context for the eager steps before a capture; their device work stays in order."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records `run` without executing it; returns a function that replays it."""
@@ -45,7 +45,7 @@ class CudaGraphs:
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream), warnings.catch_warnings():
-                # Torch warns that no capture is running; one follows.
+                # Torch warns about capturable=True outside a capture, but the capture follows.
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable")
                 yield
         finally:
@@ -92,6 +92,6 @@ def refuse_capture(device: torch.device) -> None:
     graphs = DEVICES.get(device.type)
     if graphs is not None and graphs.is_capturing():
         raise RuntimeError(
-            "a CUDA graph must not be captured around a step, whose phase, number and checks would"
-            " be those of the capture in every replay: use MultiTaskOptimizer.capture(closure)"
+            "a CUDA graph must not be captured around a step, because replays would repeat its"
+            " phase and number, and skip its checks: use MultiTaskOptimizer.capture(closure)"
         )

@@ -123,7 +123,7 @@ class Engine:
             tasks: This rank's tasks.
             phase: The phase of the step.
             stage: The first stage of the call.
-            passes: The number of micro-batches; in `backward`, of passes (`passes_needed`).
+            passes: The number of micro-batches; in `backward`, `passes_needed`.
             features: The number of features.
 
         """
@@ -202,7 +202,7 @@ class Engine:
     def passing(
         self, passes: Passes, *, restores: bool = False
     ) -> Iterator[Sequence[nn.Parameter]]:
-        """Wraps a stage, from its passes to its update; an exception undoes all of it.
+        """Wraps a stage, from its passes to its update; an exception undoes the stage.
 
         Args:
             passes: The passes.
@@ -247,7 +247,7 @@ class Engine:
                 row = [of_parameter[n] for of_parameter in of_tasks]
                 for i in self.trunk.reach.last_unreached(task):
                     grad = row[i]
-                    # Zeros, unless the task reaches this parameter for the first time.
+                    # A batched pass gives zeros to a task that does not reach a parameter.
                     if grad is not None and not grad.any():
                         row[i] = None
                 unreached = [i for i, grad in enumerate(row) if grad is None]
@@ -300,8 +300,8 @@ class Engine:
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
         """Steps the torch optimizers for the last time in a step; returns the losses.
 
-        Everything that can fail comes earlier, and is undone after an exception. Only assignments
-        follow the optimizers' step.
+        Everything that can fail comes before the optimizers' step, and is undone after an
+        exception. Only assignments follow the optimizers' step.
         """
         losses = self.ranks.returned(step.losses, tasks)
         commit = self.prepared(step, phase)
@@ -312,7 +312,7 @@ class Engine:
     def leave(
         self, step: Step, losses: Mapping[str, Tensor], tasks: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Leaves an update to the caller's torch optimizers; returns the losses of a call."""
+        """Leaves the update to the caller's torch optimizers; returns the losses of the call."""
         returned = self.ranks.returned(losses, tasks)
         commit = self.prepared(step, 2)
         commit()

@@ -32,8 +32,8 @@ _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
 class FeatureGradients(TaskGradients):
     """Gradients with respect to features, for this rank's samples: one row per task.
 
-    A feature that only one loss reaches is not treated as that task's own, as a parameter would be:
-    its gradient still reaches shared parameters.
+    Unlike a parameter, a feature that only one loss reaches is not that task's own, because its
+    gradient still reaches shared parameters.
     """
 
     def __init__(self, features: Sequence[Tensor], tasks: Sequence[str], ranks: Ranks) -> None:
@@ -128,7 +128,7 @@ def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _accumulating(loss: Tensor, leaves: Mapping[Tensor, Any]) -> Hooks:
-    """Hooks that add gradients of leaves to `.grad` as soon as `torch.autograd.grad` has them."""
+    """Hooks that add gradients of leaves to `.grad` as soon as autograd computes them."""
     passes: list[int] = []
 
     def begins(_: Tensor) -> None:
@@ -159,7 +159,7 @@ class Features:
         features: The features of this rank's samples. Without losses, only their number matters.
         losses: The loss of each task; empty if only other ranks have labels.
         tasks: The names of all tasks.
-        shared: The shared parameters of the trunk, by their leaf in a graph.
+        shared: By leaf in a graph, the shared parameter; after `fully_shard`, leaves are unsharded.
         names_of: Returns the names of parameters, for errors.
         ranks: Sums products of gradients over the ranks.
 
@@ -264,7 +264,8 @@ class Features:
                     raise ValueError(
                         "features must come after every shared parameter that several losses reach,"
                         " or its gradients would not be weighted, but the losses of"
-                        f" {other!r} and {task!r} depend on {self._described({leaf})} after them"
+                        f" {other!r} and {task!r} depend on {self._described({leaf})} after the"
+                        " features"
                     )
 
     def head_passes(self, losses: Mapping[str, Tensor], checks: PassChecks) -> None:
@@ -276,7 +277,8 @@ class Features:
         Raises:
             ValueError: A term that the weighting added reaches the trunk other than through the
                 features; or no gradient reaches the features.
-            RuntimeError: A node between the features and several losses cannot run twice.
+            RuntimeError: The graph between the features and several losses does not allow several
+                passes.
 
         """
         heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}

@@ -23,7 +23,7 @@ class Kept:
         return None if self._weights is None else self._weights.number
 
     def weights_for(self, step: Step, method: Method) -> KeptWeights | None:
-        """The cached weights, if they are recent and belong to the step's tasks and method."""
+        """The cached weights, if they are recent enough and fit the step and the method."""
         kept = self._weights
         if kept is None or step.counter is not None or self._method not in (None, method):
             return None
@@ -35,7 +35,7 @@ class Kept:
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
-        """The cached weights after a joint step. Checking new ones synchronizes with the device.
+        """The cached weights after a joint step; checking new weights synchronizes with the device.
 
         Weights are discarded if any is non-finite or any task's gradient is zero: for a zero
         gradient, some methods give the task the weight 0, and others give it all the weight.
@@ -68,7 +68,7 @@ class Kept:
         return Kept(KeptWeights(*facts, weights, unchanged), method)
 
     def forget(self) -> None:
-        """Makes the next joint step solve again."""
+        """Makes the next joint step solve for new weights."""
         self._weights = self._method = None
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ class Kept:
 
     @staticmethod
     def check_state(state: Mapping[str, Any] | None, tasks: Sequence[str]) -> None:
-        """Raises ValueError for weights that would be ignored or misused."""
+        """Raises ValueError for weights that are non-finite, misshapen or for unknown tasks."""
         if state is None:
             return
         found, layers, weights = state["tasks"], state["layers"], state["weights"]

@@ -1,8 +1,9 @@
-"""Watches the torch optimizers: every gradient is used once, and only when it is complete.
+"""Checks that the torch optimizers use every gradient once, and only when it is complete.
 
-Four mistakes raise: an optimizer step before the update of `backward(..., update=False)`, a missing
-optimizer step after an update, a second step with the same update, and a call that would drop an
-unused gradient from elsewhere, such as the gradient of a loss that belongs to no task.
+These mistakes raise an error: an optimizer step in the closure of `step`, or before the update of
+`backward(..., update=False)`; a missing optimizer step after an update; a second step with the same
+update; and a call that would drop an unused gradient from elsewhere, such as the gradient of a loss
+that belongs to no task.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
-"""The attribute for marks: on a torch optimizer, a mark; on a gradient that an update has left or
-an optimizer step has used, a mark and the gradient's version. (Weak references to gradients would
-keep `Module.to` from swapping them, and addresses may be reused.)"""
+"""The name of the attribute with a mark: on a torch optimizer, a `_Mark`; on a gradient that an
+update has left or an optimizer step has used, a `_Mark` and the gradient's version. (Weak
+references to gradients would keep `Module.to` from swapping them, and addresses may be reused.)"""
 
 _UNMARKED = (None, 0)
 
@@ -30,7 +31,8 @@ class _Mark:
     """A mark on a torch optimizer and its gradients.
 
     `owner` stands for the guard whose update waits for the optimizer's step; None if no update
-    waits. Guards that share an optimizer replace each other's marks: each sees the other's updates.
+    waits. Guards that share an optimizer replace each other's marks, so that each guard sees the
+    other's updates.
     """
 
     def __init__(self, owner: object | None) -> None:
@@ -122,7 +124,7 @@ class LoopGuard:
         self._mark()
 
     def note_replay(self) -> None:
-        """Notes a step in a CUDA graph: it may leave any gradient."""
+        """Notes that a CUDA graph has replayed a step, and left gradients without marks."""
         self._replayed = True
 
     def _mark(self, owner: object | None = None) -> None:
@@ -162,10 +164,10 @@ class LoopGuard:
         self._mark(self._owner)
 
     def check_gradients(self) -> None:
-        """Checks that no gradient would be lost.
+        """Checks that no gradient is lost if `.grad` is cleared now.
 
         Raises:
-            RuntimeError: An update, or a gradient of the caller's own, is still in `.grad`.
+            RuntimeError: An unused update, or an unused gradient of another loss, is in `.grad`.
 
         """
         own = [p for n in self._seen for p in self._unused_by(n)] if not self._replayed else []
@@ -178,7 +180,7 @@ class LoopGuard:
                 f" them, but the gradients of {first_of(names)} come from a loss outside this"
                 " MultiTaskOptimizer: add this loss to a task's, or call its backward() between"
                 " opt.backward(...) and optimizer.step(), or drop it with zero_grad(). (Clip before"
-                " optimizer.step(), too; for a norm alone, use get_total_norm)"
+                " optimizer.step(), not after it; for a norm alone, use get_total_norm)"
             )
         self._check_other_used()
         self._check_update_used()
@@ -215,7 +217,7 @@ class LoopGuard:
         return found
 
     def _is_there(self, n: int) -> bool:
-        """Whether a gradient that was marked is still in `.grad`."""
+        """Whether a gradient with the last mark is still in `.grad`."""
         last = _mark_on(self._optimizers[n])
         grads = _gradients_of(self._optimizers[n])
         return any(getattr(grad, _MARK, _UNMARKED)[0] is last for grad in grads)
@@ -256,7 +258,7 @@ class LoopGuard:
                     "the gradients of backward(..., update=False) wait for their update: call"
                     " backward(...) before optimizer.step()"
                 )
-            if this._accumulation.step is not None:  # `zero_grad()` has dropped them.
+            if this._accumulation.step is not None:  # `zero_grad()` has dropped the gradients.
                 this._accumulation.clear()
                 this.clear()
                 this._gradients.clear()

@@ -27,7 +27,7 @@ Backward = Callable[..., object]
 
 _CHECKED_EVERY = 32
 """The number of steps between two checks of graphs. `backward` does not see the modules that made
-its losses, so only the graph shows that one of them was unfrozen."""
+its losses, so only the graph shows that such a module was unfrozen."""
 
 
 class LossGraph:
@@ -64,7 +64,7 @@ class LossGraph:
         self._in_foreign_memory: set[nn.Parameter] = set()
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
-        """Whether a slow search for gradients in foreign memory follows a pass."""
+        """Whether every pass is followed by a slow search for gradients in foreign memory."""
         self._hides_leaves = False
         """Whether a function may compute gradients of leaves that a checked graph does not show."""
         self._refuses_batches = False
@@ -78,7 +78,7 @@ class LossGraph:
             self.forget()
 
     def forget(self) -> None:
-        """Checks the graph of every task's next loss again."""
+        """Schedules a new check of every task's graph, with its next loss."""
         self._checked.clear()
         self._hides_leaves = self._refuses_batches = False
         self.version += 1
@@ -138,7 +138,7 @@ class LossGraph:
         sharded = self.sharded()
         reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
-        if unheld and any(map(is_sharded, held)):  # They may belong to unwatched heads.
+        if unheld and any(map(is_sharded, held)):  # Heads may be unwatched.
             self._modules += [m for m in all_sharded_modules() if m not in self._modules]
             sharded = sharded_parameters(self._modules)
             reached = [sharded.get(parameter, parameter) for parameter in reached]
@@ -158,7 +158,7 @@ class LossGraph:
         return sharded_parameters((*self._modules, *self._trunk.watcher.outside))
 
     def weigh(self, task: str, loss: Tensor, step: Step, weighting: Weighting) -> Tensor:
-        """Weights a loss, records it in the step, and returns it times this rank's share.
+        """Weights and records a loss; returns the weighted loss times this rank's share.
 
         Raises:
             ValueError: The weighting returned a loss without a graph.
@@ -370,7 +370,7 @@ class LossGraph:
         self._own_memory()
 
     def _own_memory(self) -> None:
-        """Copies gradients that a later pass may overwrite; in a distributed run, the ranks do."""
+        """Copies gradients that a later pass may overwrite; `Ranks` does so in distributed runs."""
         if self._ranks.is_distributed:
             return
         if self._looks_at_memory:
@@ -401,7 +401,7 @@ def checked_loss(
         loss: The loss.
         task: Its task.
         source: The beginning of an error message.
-        without: The advice of the message for a batch without labels.
+        without: The message's advice for a batch without labels.
 
     """
     if not isinstance(loss, Tensor):

@@ -13,7 +13,7 @@ def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
     """Checks the losses of `backward`, and returns them by task.
 
     Raises:
-        ValueError: There are no losses, and no other rank could have any.
+        ValueError: There are no losses in a run of a single process.
 
     """
     checked = checked_losses(losses)
@@ -72,7 +72,7 @@ def check_batched(engine: Engine, *, batched: bool) -> None:
 def passes_of_losses(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], *, batched: bool = False
 ) -> None:
-    """Runs the backward passes of losses; the last one frees the graph.
+    """Runs the backward passes of these losses; the last pass frees the graph.
 
     Other ranks may have losses of other tasks.
     """

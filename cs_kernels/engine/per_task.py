@@ -21,7 +21,7 @@ Closure = Callable[[str], Tensor]
 
 
 def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure]) -> None:
-    """The passes of one task, which leave its gradients in its row, or add them up in `.grad`.
+    """Runs one task's passes; the gradients go into the task's row, or add up in `.grad`.
 
     A rank without labels for the task makes no passes.
     """
@@ -39,7 +39,7 @@ def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence
 
 
 def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure]) -> None:
-    """The forward and backward passes of one task, which leave its gradients in `.grad`."""
+    """Runs one task's forward and backward passes, which leave its gradients in `.grad`."""
     step, trunk, graph = passes.step, engine.trunk, engine.graph
     alone = len(closures) == 1 and engine.ranks.size == 1
     # The task stays active in the backward pass, where checkpointing recomputes the trunk.
@@ -49,8 +49,8 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
                 loss = checked_loss(closure(task), task)
             if not {norm.active for norm in trunk.norms} <= {task}:
                 raise ValueError(
-                    f"closure must leave {task!r} active in trunk, but another task is: use"
-                    " active_task(trunk, task) instead of set_task in it"
+                    f"closure must leave {task!r} active in trunk, but another task is: in"
+                    " the closure, use active_task(trunk, task) instead of set_task"
                 )
             graph.check(task, loss, shows_reach=passes.adds_tasks, alone=True)
             step.known = {task: loss.detach()} if alone else {}
@@ -64,7 +64,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
 def observe_again(
     engine: Engine, step: Step, tasks: Sequence[str], closures: Sequence[Closure]
 ) -> None:
-    """Recomputes the losses after a step with the same closures, for weightings that ask for it."""
+    """Recomputes the losses after a step with its closures, for a weighting that `reevaluates`."""
     trunk, weighting = engine.trunk, engine.weighting
 
     def evaluate(task: str) -> Tensor:
@@ -86,7 +86,7 @@ def observe_again(
 
 
 def trace(engine: Engine, closure: object) -> None:
-    """A watched forward pass of each task, without a step."""
+    """Runs a watched forward pass of each task, without a step."""
     (closure,) = checked_closures(closure)
     trunk = engine.trunk
     engine.forget_passes()
@@ -122,8 +122,8 @@ def checked_closures(closure: object) -> list[Closure]:
         if facts is not None and found.setdefault(facts, function) is not function:
             raise ValueError(
                 f"closure must be a function for each micro-batch, got {len(closures)}, two of"
-                f" which are the same {described(function)}: variables are read when it is called,"
-                " so bind the batch, as in functools.partial(loss, batch); or give one function"
+                f" which are the same {described(function)} and read the same batch when called:"
+                " bind each batch, as in functools.partial(loss, batch); or give one function"
                 " several times, [closure] * 2, if it gets its batches itself"
             )
     return cast("list[Closure]", closures)

@@ -71,7 +71,7 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Checks all entries before any is loaded."""
+    """Checks entries before any is loaded; `reach` and `conflicts` are checked while they load."""
     tasks = engine.trunk.tasks
     checked_integer("steps", state["steps"], 0, 1 << 63)
     check_epoch(state["epoch"])

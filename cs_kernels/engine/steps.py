@@ -35,11 +35,11 @@ from cs_kernels.step import Step
 
 
 def step(engine: Engine, closure: object, tasks: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """A forward and a backward pass per task, and the step of the torch optimizers.
+    """Runs a forward and a backward pass per task, and steps the torch optimizers.
 
     Args:
         engine: Makes the step.
-        closure: A function from a task to its loss, or one per micro-batch.
+        closure: A function from a task to its loss, or a sequence of them, one per micro-batch.
         tasks: The tasks of the step; None for all.
 
     """
@@ -60,7 +60,7 @@ def run_step(
     closures: Sequence[Closure],
     counter: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Makes a step that has been checked.
+    """Makes a step whose arguments have been checked.
 
     Args:
         engine: Makes the step.
@@ -104,7 +104,7 @@ def _after(passes: Passes, tasks: Sequence[str]) -> AbstractContextManager[None]
 
 
 def backward(engine: Engine, losses: object, *, update: bool, batched: bool) -> dict[str, Tensor]:
-    """A backward pass per task through one graph; the caller's torch optimizer makes the step.
+    """Runs a backward pass per task through one graph; the caller steps the torch optimizer.
 
     Args:
         engine: Makes the update.
@@ -145,7 +145,7 @@ def _made(
 def backward_at_features(
     engine: Engine, losses: object, features: object, *, update: bool
 ) -> dict[str, Tensor]:
-    """Backward passes of the heads down to the features, and one of the trunk.
+    """Runs the heads' backward passes down to the features, and one backward pass of the trunk.
 
     Args:
         engine: Makes the update.

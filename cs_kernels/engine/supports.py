@@ -31,7 +31,7 @@ class Feature:
     name: str
     """For the documentation."""
     found: Callable[["Engine"], object]
-    """Returns the loop's use of the feature, which messages can quote; None or False if none."""
+    """Returns the loop's use of the feature, which messages can quote; None or False if unused."""
     refused: Mapping[str, str]
     """By way that lacks it: the error message, a format string of `found` and `loop`."""
     error: type[Exception] = ValueError
@@ -138,8 +138,8 @@ TABLE = (
         "`update_every` above 1",
         lambda loop: loop.method.update_every if loop.method.update_every > 1 else None,
         {
-            CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r}:"
-            " steps that solve for weights run other kernels than those that reuse them: use step"
+            CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r},"
+            " because steps that reuse task weights run different kernels: use step"
         },
     ),
     Feature(

@@ -34,7 +34,7 @@ parameter from the graph."""
 
 
 def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) -> Hooks:
-    """The hooks for a backward pass of one task: each shared parameter's gradient is weighted.
+    """The hooks that weight each shared parameter's gradient in a backward pass of one task.
 
     Args:
         shared: The shared parameters, as they appear in graphs.
@@ -61,7 +61,7 @@ class OnePass(NamedTuple):
     """A node of one task, the indices of the gradients that it passes on to nodes of several tasks
     or to shared parameters, and the task."""
     whole: Set[str]
-    """The tasks whose loss is a node of several tasks."""
+    """The tasks whose loss is computed by a node of several tasks."""
 
     def hooks(self, weights: Mapping[str, Tensor]) -> Hooks:
         """Hooks that weight the gradients."""

@@ -90,7 +90,8 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
                 one.step()
         else:
             for one in self:
-                # The scaler raises for an optimizer without any gradient, such as another task's.
+                # The scaler raises for an optimizer without any gradient, such as the optimizer
+                # of another task's head.
                 if any(p.grad is not None for p in held_by(one)):
                     scaler.step(one)
             scaler.update()

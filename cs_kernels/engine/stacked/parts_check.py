@@ -10,8 +10,8 @@ class PartsCheck:
     """Checks with three forward passes whether a part of any tensor depends on other parts.
 
     The first pass is unmodified. The second changes all parts but the first, in inputs and after
-    normalizations; the third changes all but the last. The unchanged part must be the same in
-    every tensor.
+    normalizations; the third changes all but the last. In every tensor, the unchanged part must be
+    the same as in the first pass.
     """
 
     def __init__(self, parts: int) -> None:

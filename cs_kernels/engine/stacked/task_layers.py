@@ -45,7 +45,8 @@ class Stack:
     """The number of tasks that take part."""
     updates: LayerUpdates
     problem_of: Callable[[Tensor, str], Exception | None]
-    """Takes a layer's input and name; returns an error if the input is not made of tasks' parts."""
+    """Takes a layer's input and name; returns an error if the input does not consist of the tasks'
+    parts, else None."""
     runs: bool = False
     """Whether the trunk is running on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
@@ -61,8 +62,8 @@ class Stack:
 class TaskWeight(Tensor):
     """Stands for the weight or bias of a layer during a stacked pass.
 
-    A convolution or linear layer with it runs as `_TaskLayer`. Any other function gets the
-    parameter itself, and is recorded if it reads the values.
+    A convolution or linear layer that gets a TaskWeight runs as `_TaskLayer`. Any other function
+    gets the parameter itself, and is recorded if it reads the values.
     """
 
     parameter: nn.Parameter
@@ -72,8 +73,8 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """Makes the stand-in of a parameter; errors call it `label`."""
-        # The graph links it to the parameter, since some functions, such as scripted ones, ignore
-        # the subclass.
+        # The stand-in's graph leads to the parameter, since some functions, such as scripted
+        # functions, ignore the subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
@@ -88,7 +89,7 @@ class TaskWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs a layer, or another function with the parameter."""
+        """Runs a layer, or another function with the parameter itself."""
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             layer = _LAYERS.get(func)
@@ -162,7 +163,7 @@ def _convolution(dims: int) -> Callable[..., Tensor]:
         if padding == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             padding = tuple(total // 2 for total in totals)
-            if any(total % 2 for total in totals):  # An odd total pads one more at the end.
+            if any(total % 2 for total in totals):  # An odd total pads one more element at the end.
                 x = functional.pad(x, [n for total in reversed(totals) for n in (0, total % 2)])
         padding = _sizes(0 if padding == "valid" else padding, dims)
         kind = Kind(_sizes(stride, dims), padding, dilation, False, (0,) * dims, groups)
@@ -239,7 +240,7 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Not by `save_for_backward`, since checkpointing would return a copy of the parameter.
+        # With checkpointing, `save_for_backward` would return a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)

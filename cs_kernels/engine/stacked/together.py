@@ -31,7 +31,7 @@ class Reached(NamedTuple):
     """The parameters that a pass reaches, as its graph shows them."""
 
     unreached: list[nn.Parameter]
-    """The parameters of normalizations that their tasks do not reach."""
+    """The parameters of task-specific normalizations that their own task does not reach."""
     by_task: dict[str, set[Tensor]]
     """The parameters that each loss reaches; empty if the graph may hide parameters."""
     owners: dict[int, str]
@@ -52,7 +52,7 @@ class KnownPasses:
         self._version = -1
 
     def at(self, version: int) -> dict[Pattern, Reached]:
-        """Returns the passes since graphs were last checked, and forgets older ones."""
+        """By pattern, the parameters reached since the last check of graphs; forgets older ones."""
         if version != self._version:
             self._version = version
             self._reached.clear()
@@ -99,7 +99,7 @@ def step_together(
 
 
 class _Together:
-    """One pass for all tasks, whose backward pass makes the updates."""
+    """A forward pass for all tasks, and a backward pass that makes the updates."""
 
     def __init__(
         self, engine: Engine, forward: Forward, trunk: nn.Module, known: KnownPasses
@@ -161,7 +161,7 @@ class _Together:
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
-                # Only before the first call, whose saved tensors a later check would change.
+                # Only before the first call, because later checks would change its saved tensors.
                 if checks:
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)

@@ -97,7 +97,7 @@ class TrunkPass:
         """By task, the graph between its loss and the outputs."""
         self._norms_ran: set[TaskBatchNorm] = set()
         self._batches: set[int] = set()
-        """The sizes of the batches."""
+        """The batch sizes of the calls of `run`."""
         self._parts_check: PartsCheck | None = None
         """Set during the passes that check whether tasks' parts are independent."""
 
@@ -110,7 +110,7 @@ class TrunkPass:
         self._stack.runs = recomputes
         try:
             for parameters, key, _, stand_in in self._entries:
-                parameters[key] = cast("nn.Parameter", stand_in)  # Layers read it.
+                parameters[key] = cast("nn.Parameter", stand_in)  # Layers read this entry.
             for norm in self._norms:
                 object.__setattr__(norm, "_stack", self)
             yield
@@ -128,12 +128,12 @@ class TrunkPass:
         del self._stack, self._entries  # They form another such cycle.
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The outputs of the trunk by task, in one forward pass."""
+        """Runs one forward pass of the trunk; returns each task's outputs."""
         _check_leaves((args, kwargs), "run must get")
         sizes = {t.shape[:1] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if len(sizes) != 1 or () in sizes:
             raise ValueError(
-                "run must get tensors with the batch in dimension 0, got the sizes"
+                "run must get tensors with one batch size in dimension 0, got the sizes"
                 f" {sorted(map(tuple, sizes))} there"
             )
         ((batch,),) = sizes
@@ -228,8 +228,8 @@ class TrunkPass:
         if self._parts_check is not None and not self._parts_check.keeps(x):
             return ValueError(
                 "trunk must keep the tasks' batches concatenated in dimension 0 and compute nothing"
-                f" over them, but {name} has a tensor of shape {tuple(x.shape)} in which one task's"
-                " part depends on another's: use step"
+                f" across them, but {name} has a tensor of shape {tuple(x.shape)} in which one"
+                " task's part depends on another's: use step"
             )
         return None
 
