@@ -126,7 +126,10 @@ SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
 @pytest.mark.parametrize(
     "run",
     [
-        make_run("Mixed", "nyud", "hrnet18", weighting="tuned", batch=4),
+        pytest.param(
+            make_run("Mixed", "nyud", "hrnet18", weighting="tuned", batch=4),
+            marks=pytest.mark.full,
+        ),
         make_run("PCGrad", "pascal", "resnet18", weighting="dwa", batch=4),
         make_run(SINGLE, "nyud", "hrnet18", tasks=("normals",)),
         *(make_run(row) for row in ("GD", "Cross-Stitch", "RotoGrad")),
@@ -331,6 +334,7 @@ def test_mixed_precision(tmp_path, data, row):
             assert not {*a["losses"].values()} & {*b["losses"].values()}
 
 
+@pytest.mark.full
 @pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
     plain = train(make_run(), tmp_path / "plain", data)
@@ -437,7 +441,7 @@ def _command(run, place):
     run_all([run], place)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_runs_end_with_the_command(place, ranks):
     """Runs end even if the command is killed."""
     run = make_run(epochs=2000, ranks=ranks)
@@ -453,6 +457,7 @@ def test_runs_end_with_the_command(place, ranks):
     assert not (folder / "result.json").exists()
 
 
+@pytest.mark.full
 def test_runs_in_processes(place):
     """Runs get other runs' conflicts; one of two ranks writes; after a failure, others train."""
     runs = [

@@ -75,6 +75,7 @@ def straight(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs
 
 
+@pytest.mark.full
 def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
     """Under torchrun, the recipe resumes exactly."""
     losses, folder = straight["sharded"]

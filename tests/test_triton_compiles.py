@@ -103,7 +103,10 @@ _SAME_BITS = {"cvt", "shl", "or", "mov"}
 """Instructions that make a 64-bit number from two 32-bit numbers."""
 
 
-@pytest.fixture(params=[80, 86, 89, 90, 100, 120])
+OTHERS = [pytest.param(number, marks=pytest.mark.full) for number in (86, 89, 100)]
+
+
+@pytest.fixture(params=[80, 90, 120, *OTHERS])
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Contractions]:

@@ -462,7 +462,10 @@ def test_runs_are_reproducible(small, use, row):
 
 @pytest.mark.parametrize(
     "use",
-    [module.USE for module in (agreement, finetune, photograph, priorities, protect, tabular)],
+    [
+        *(module.USE for module in (agreement, photograph, tabular)),
+        *(pytest.param(m.USE, marks=pytest.mark.full) for m in (finetune, priorities, protect)),
+    ],
     ids=lambda use: use.name,
 )
 def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, small, use):
