@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -296,8 +297,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if INTERPRETED and collection_path.name == "test_triton_compiles.py":
         return True
-    if not (config.getoption("--quick") and collection_path.name.startswith("test_")):
+    if not config.getoption("--quick"):
         return None
     text = collection_path.read_text()
-    quick = ("mark.kernel" in text or "mark.loop" in text) and "= pytest.mark.paper" not in text
-    return None if quick else True
+    slow = re.search(r"^pytestmark = .*mark\.(paper|slow)", text, re.MULTILINE)
+    quick = collection_path.name.startswith("test_") and re.search(r"mark\.(kernel|loop)", text)
+    return None if quick and not slow else True

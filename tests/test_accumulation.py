@@ -177,6 +177,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "several"),
     [(cs.PCGrad(), False), (cs.PCGrad(), True), (cs.GradDrop(), False), (cs.Sum(), True)],

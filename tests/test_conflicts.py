@@ -110,6 +110,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.each
 @pytest.mark.parametrize(
     ("threshold", "scaled"), [(-0.1, False), (0.0, True), (0.2, False)], ids=str

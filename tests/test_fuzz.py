@@ -12,6 +12,7 @@ HERE = {"cpu": True, "triton": INTERPRETED, "cuda": bool(EMULATION)}
 """Whether a backend computes in this machine's memory, where tensors may have any layout."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_calls(backend: str, part: int) -> None:
     if not HERE.get(backend):

@@ -200,6 +200,7 @@ def test_the_last_successful_step_is_reported() -> None:
         opt.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
 def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays report as steps do; reports change nothing, and read nothing until printed."""

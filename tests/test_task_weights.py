@@ -144,6 +144,7 @@ def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, 
     torch.testing.assert_close(_update(method, rows), expected, rtol=0, atol=bound * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [cs.UPGrad(), cs.MGDA(), cs.CAGrad(1.0)], ids=repr)
 def test_rounded_gramians_of_dependent_gradients(
     backend: str, method: GramianMethod, full: bool
