@@ -1,4 +1,4 @@
-"""Several ranks agree bit for bit, and match one process with the whole batch."""
+"""Several ranks agree bit for bit, and match one process that trains on the whole batch."""
 
 import copy
 import gc
@@ -44,7 +44,10 @@ pytestmark = pytest.mark.ranks
 
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list[Tensor]]:
-    """Rank 0 labels all tasks, rank 1 two, rank 2 none; in the last step, rank 0 labels one."""
+    """Rank 0 has labels for all tasks, rank 1 for two, rank 2 for none.
+
+    In the last step, only rank 0 has labels, for one task.
+    """
     states, n = [], 12 // size
     for schedule in (cs.Joint(), cs.Sequential()):
         network = Network(kind, rank, size)
@@ -54,7 +57,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
             every = list(dict.fromkeys(task for of_rank in labels[:size] for task in of_rank))
 
             def loss(task: str) -> Tensor:
-                if kind == "alone":  # The ranks' means count equally.
+                if kind == "alone":  # The mean of the ranks' means.
                     has = [r for r in range(size) if task in labels[r]]
                     parts = [slice(r * n, (r + 1) * n) for r in has]
                     return torch.stack([network.loss(step, task, part) for part in parts]).mean()
@@ -69,7 +72,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
 
 
 def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], Any]:
-    """Traces, then makes two micro-batches on rank 0 and three on others; two with shards."""
+    """A step has two micro-batches on rank 0 and three on others; with shards, two on all."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)
     assert len(opt.trace(partial(network.loss, 0)).prioritized) == 5
@@ -135,7 +138,7 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
 @pytest.mark.parametrize("parts", [1, 2])
 @on_ranks(2, alone={"kind": "alone", "parts": 1})
 def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: int) -> Any:
-    """`backward` with the losses of one forward pass, in one or two parts that add up."""
+    """`backward` with the losses of one forward pass, in one or two micro-batches."""
     network, opt = _dense(kind, method)
     means = []
     for batch in torch.randn(5, 12, 5):
@@ -170,7 +173,7 @@ def test_steps_with_cached_weights_send_as_much_as_plain_steps(
                     opt.optimizer.step()
         sent.append(mode.elements)
     assert sent[0] == sent[1]
-    if call == "backward" or kind != "fully_shard":  # Else each pass has a reduction.
+    if call == "backward" or kind != "fully_shard":  # Else every pass has reductions.
         assert sent[2].total() > sent[0].total()
 
 
@@ -185,7 +188,7 @@ class Thirds(cs.GramianMethod):
 @REPLICATED_OR_SHARDED
 @on_ranks(2)
 def test_ranks_make_equally_many_passes_with_cached_weights(rank: int, what: str, kind: str) -> Any:
-    """The graph of one rank needs one pass per task, so all ranks make them."""
+    """If one rank's graph needs one pass per task, all ranks make one pass per task."""
     plain = nn.ModuleList([nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))])
     plain += [nn.Linear(4, 4), nn.ModuleDict({task: nn.Linear(4, 2) for task in TASKS})]
     batches, found = torch.randn(4, 6, 5).chunk(2, 1)[rank], []
@@ -250,7 +253,7 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2, alone={})
 def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tensor]:
-    """The first pass reveals the wrapper even in `no_sync`, whose end resets the wrapper's flag."""
+    """The first pass reveals the wrapper even in `no_sync`, whose exit enables reductions again."""
     network: Any = (plain := Dense())
     if dist.is_initialized():
         plain.unused = plain.unused if not no_sync else nn.Identity()

@@ -64,7 +64,7 @@ def _halve(parameter: Tensor) -> None:
 @SEPARATE_OR_SUMMED
 @on_ranks(2, alone={})
 def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
-    """Each rank skips random layers of its own; a user's hook changes gradients."""
+    """Each rank skips different random layers; a user's hook changes gradients."""
     buckets.BUCKET_BYTES = 100
     trunk = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
     opt = optimizer_on_ranks(trunk, METHODS[method]())
@@ -81,7 +81,7 @@ def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
 
     for step in range(10):
         opt.step(partial(loss, step))
-        if step == 4:  # These hooks run after those that the first step registered.
+        if step == 4:  # These run after the hooks that the first step registered.
             for parameter in trunk[0].parameters():
                 parameter.register_post_accumulate_grad_hook(_halve)
     return whole_copies(trunk.parameters())
@@ -89,7 +89,7 @@ def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
 
 @on_ranks(2, alone={})
 def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
-    """A task first runs the layer while it is frozen; unfreezing it within a step is refused."""
+    """A layer is frozen in the first steps; unfreezing the layer within a step is refused."""
     trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "x": nn.Linear(4, 4)})
     opt = optimizer_on_ranks(trunk, cs.CAGrad(), tasks=TASKS[:2])
     x = part_of_this_rank(torch.randn(6, 4))
@@ -183,9 +183,9 @@ def test_statistics_count_with_the_ranks_that_have_labels(rank: int) -> list[Any
     priorities = opt.report().priorities
     of_ranks: list[Any] = [None, None]
     dist.all_gather_object(of_ranks, opt.priority()["0.0"].tolist())
-    assert of_ranks[0] != of_ranks[1]  # Each rank uses its own variances.
+    assert of_ranks[0] != of_ranks[1]  # `priority` reads the rank's own variances.
     opt.step(loss, tasks=TASKS if rank == 0 else [])
-    # The mean over the ranks with labels: 3, 2, 2 and 3 passes.
+    # Passes per step, averaged over the ranks with labels: 3, 2, 2 and 3.
     assert trunk[1].num_batches_tracked == 10
     return [found, priorities]
 
@@ -195,7 +195,7 @@ def test_statistics_of_heads(rank: int) -> list[Tensor]:
     trunk, x = nn.Linear(4, 6), torch.randn(12, 4)
     heads = nn.ModuleDict({t: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)) for t in TASKS})
     opt = optimizer_on_ranks(trunk, cs.PCGrad(), heads=[heads], lr=0.0)
-    tasks = TASKS[: 3 - rank]  # Rank 1 never sees the last task's head.
+    tasks = TASKS[: 3 - rank]  # Rank 1 never runs the last task's head.
     for _ in range(2):
         opt.step(lambda task: heads[task](trunk(part_of_this_rank(x))).square().mean(), tasks=tasks)
     variances = torch.stack([trunk(of_rank).var(0) for of_rank in x.chunk(2)]).detach()

@@ -80,7 +80,7 @@ def test_a_failing_rank_ends_the_step_of_all(pools: Pools, size: int, method: st
 
 
 def _with_a_failing_shard(rank: int, size: int) -> None:
-    """The other rank waits in a collective of `fully_shard` until its timeout."""
+    """Rank 0 waits in a collective of `fully_shard` until the timeout."""
     from torch.distributed.fsdp import fully_shard
 
     group = dist.new_group(range(size), timeout=TIMEOUT)
@@ -103,7 +103,7 @@ def _with_a_failing_shard(rank: int, size: int) -> None:
 
 
 def _with_a_slow_rank(rank: int, size: int) -> None:
-    """Both errors name the step, and the rank that has waited."""
+    """The errors on both ranks name the step and the rank that timed out."""
     group = dist.new_group(range(size), timeout=timedelta(seconds=1))
     network, x = Dense(), torch.ones(3, 5)
     opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
@@ -121,7 +121,7 @@ def _with_a_slow_rank(rank: int, size: int) -> None:
 )
 @pytest.mark.parametrize("run", [_with_a_failing_shard, _with_a_slow_rank])
 def test_a_rank_is_named_after_the_timeout(run: Callable[[int, int], None]) -> None:
-    """The test has its own processes, as their connections are closed afterwards."""
+    """The test starts its own processes, because the timeout breaks their connections."""
     ranks = Ranks(2)
     ranks.run(run, 2)
     ranks.stop()
@@ -140,7 +140,7 @@ def test_messages_on_a_grid(rank: int) -> tuple[list[Tensor], list[dict[str, Ten
 
 
 class Failing(torch.optim.SGD):
-    """An optimizer that fails in the step to which `fails` counts down."""
+    """An optimizer whose n-th step from now fails; `fails` is n, or 0 for no failure."""
 
     fails = 0
 
@@ -159,7 +159,7 @@ class Failing(torch.optim.SGD):
 def test_an_optimizer_that_fails_on_one_rank(
     rank: int, schedule: cs.Schedule, fails: int
 ) -> list[Tensor]:
-    """In Phase 1, the other ranks are already in the passes of the next task."""
+    """In Phase 1, rank 0 is already in the next task's passes when rank 1's optimizer fails."""
     network, x = Dense(), part_of_this_rank(torch.randn(12, 5))
     sgd = Failing(network.parameters(), lr=0.1)
     group = dist.group.WORLD
@@ -180,7 +180,7 @@ def test_an_optimizer_that_fails_on_one_rank(
     states = [opt.state_dict()]  # Rank 0 may have made one more step.
     dist.broadcast_object_list(states, 0)
     opt.load_state_dict(states[0])
-    for _ in range(3):  # The collectives of the failed step are over.
+    for _ in range(3):  # No collective of the failed step is left.
         step()
     return whole_copies(network.parameters())
 
@@ -258,7 +258,7 @@ def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
 
 @on_ranks(2)
 def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
-    """`backward` gets only losses, and keeps the user's resharding option; a loss may be inf."""
+    """`backward` keeps the user's resharding option, and returns an infinite loss unchanged."""
     network, opt = _with_sharded_heads()
     x = part_of_this_rank(torch.randn(2, 12, 5), 1)
     returned = []
@@ -277,7 +277,7 @@ def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
 
 
 class Own(cs.Joint):
-    """A schedule without a representation of its own."""
+    """A schedule with Python's default repr, which contains an address."""
 
     __repr__ = object.__repr__
 

@@ -1,4 +1,4 @@
-"""Gradients of ranks in a single process: pieces of channels, buckets that are sent early."""
+"""The exchange of gradients between ranks, tested in a single process."""
 
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def test_buckets_are_sent_during_the_backward_pass(
     reentrant: bool | None,
     method: cs.Method,
 ) -> None:
-    """Sending starts in the second pass of each kind; one rank trains as if it had no group."""
+    """From a task's second pass on, buckets are sent early; one rank trains as without a group."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # One layer per bucket.
     sent: list[tuple[int, int]] = []
     send = Buckets.send
@@ -307,7 +307,7 @@ def test_sync_batchnorm_can_be_converted_before_or_after(
     "method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr
 )
 def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method, kind: str) -> None:
-    """With NCCL, in both phases; a GPU can hold only one rank."""
+    """With NCCL, which allows one rank per GPU, in both phases."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     states = []
     for shared in ("alone", kind):

@@ -46,7 +46,7 @@ opt = cs.MultiTaskOptimizer(trunk, optimizer, tasks, METHOD)
 def losses_of(batch):
     return {task: loss_of[task](heads[task](trunk(batch)), targets[task]) for task in tasks}
 """
-"""The loop around fragments, which are marked py."""
+"""The code before a fragment, a block that is marked `py`."""
 
 MODEL = """
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ adamw = torch.optim.AdamW(model.parameters())
 batch = {task: {"x": torch.randn(4, 3), "y": torch.randn(4, 2)} for task in ("old", "new")}
 batches = [batch] * 5
 """
-"""The fine-tuning loop around fragments with a model."""
+"""The code before a fragment that fine-tunes a model."""
 
 
 def _blocks(page: str) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def _marked(language: str) -> list[Any]:
 
 
 def _run(code: str, name: str) -> tuple[dict[str, Any], str]:
-    """Runs code; returns its names, and what it prints."""
+    """Runs code; returns its global variables and its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -203,7 +203,7 @@ def test_the_support_table_matches_the_code() -> None:
 
 
 def test_the_readme_is_one_page() -> None:
-    """The README is short, as are its examples, and its counts are the package's."""
+    """The README and its examples are short, and its counts match the package."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 140
     assert all(

@@ -24,7 +24,7 @@ from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = [
     pytest.mark.kernel("cuda"),
-    pytest.mark.skipif(EMULATION is None, reason="CS_KERNELS_EMULATION has the CUDA kernels"),
+    pytest.mark.skipif(EMULATION is None, reason="CS_KERNELS_EMULATION is not set"),
 ]
 
 _ops = torch.ops.cs_kernels
@@ -88,7 +88,7 @@ def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
 def test_rows_of_every_kind(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tasks: int
 ) -> None:
-    """PROJECT items right behind their layer give the same bits as separate launches per kind."""
+    """PROJECT items right after their SUM items give the same bits as one launch per kind."""
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
     unit = tiling.unit
@@ -152,7 +152,7 @@ def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 def test_solvers_in_any_order(solver: str, tasks: int) -> None:
     """The order of a warp's lanes or of UPGrad's warps does not change results."""
     if solver == "upgrad" and tasks > 10:
-        pytest.skip("takes a minute; its problems are MGDA's and CAGrad's")
+        pytest.skip("takes a minute; MGDA and CAGrad test the same inner solver")
     rows = torch.randn(2, tasks, 2 * tasks, dtype=torch.float64)
     rows[1] = rows[1, :, : tasks // 2 + 1] @ rows[1, : tasks // 2 + 1]
     gramian, solve = rows @ rows.mT, getattr(_ops, f"{solver}_weights")

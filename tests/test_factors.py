@@ -69,7 +69,7 @@ def _factors(setup: Setup) -> tuple[Tensor, Tensor, list[float]]:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_change_between_steps_counts(change: Callable[[Setup], None]) -> None:
-    """No forward pass follows a change, since it would refuse some of them."""
+    """No forward pass follows the change, since torch would refuse some changes."""
     setup, opt = started()
     opt.step(setup.closure(0))
     torch.manual_seed(0)

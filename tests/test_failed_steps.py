@@ -31,7 +31,7 @@ class HeadWithStatistics(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1  # A new tensor, not the old one changed in place.
+        self.calls = self.calls + 1  # A new tensor, not an in-place change.
         result: Tensor = self.layers(x)
         return result
 
@@ -145,7 +145,7 @@ def test_buffers_that_change(between: str, inside: str) -> None:
 
 
 def test_statistics_that_exchange_their_sizes() -> None:
-    """The same tensors, with as many elements in all: values must not be torn."""
+    """Two tensors exchange their sizes, so their total number of elements does not change."""
     norms = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(5))
     statistics = RunningStatistics(norms)
     with statistics.restored_on_error([], always=True):
@@ -159,7 +159,7 @@ def test_statistics_that_exchange_their_sizes() -> None:
 
 
 def test_a_normalization_that_is_replaced() -> None:
-    """Statistics and factors of the new normalization are used, although it has old parameters."""
+    """The new normalization's statistics and epsilon are used, although its parameters are old."""
     setup, opt = started()
     opt.step(setup.closure(0))
     old, new = setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
@@ -194,7 +194,7 @@ def test_snapshots_do_not_pile_up() -> None:
 
 
 def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
-    """Each task's update is a separate step; a note on the error names those that were made."""
+    """Each task's update is a separate step; a note on the error names the updated tasks."""
     (setup, opt), (twin, other) = (started(schedule=cs.Sequential()) for _ in range(2))
     with pytest.raises(KeyError) as caught:
         opt.step(failing_in(setup, TASKS[2]))

@@ -29,7 +29,7 @@ PACKAGE = str(Path(cs.__file__).parent)
 
 
 class Run:
-    """A small training loop; one of its methods, `way`, makes the steps."""
+    """A small training loop, whose method with the name `way` makes the steps."""
 
     def __init__(
         self,

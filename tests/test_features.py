@@ -37,7 +37,7 @@ Call = tuple[cs.MultiTaskOptimizer, Losses, Any]
 
 
 def scales() -> nn.Module:
-    """Two features: of the first token of each sequence, and of all tokens."""
+    """A trunk with two features: of the first token of each sequence, and of all tokens."""
 
     def run(trunk: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         x = trunk.norm(trunk.embed(x)).tanh()
@@ -145,7 +145,7 @@ def assert_definition(
     factor: float = 1.0,
     rtol: float = 1e-10,
 ) -> None:
-    """Asserts that `backward` gives the definition times a factor; gradients share no memory."""
+    """Asserts that gradients equal the definition times a factor, and share no memory."""
     many = [features] if isinstance(features, Tensor) else features
     expected, gramian = definition(opt, losses, many)
     opt.backward(unweighted or losses, features=features)
@@ -267,7 +267,7 @@ def _neck_behind_features() -> Call:
 
 
 def _gradients_with_one_memory() -> Call:
-    """Autograd gives both parameters the same tensor."""
+    """Autograd gives both parameters the same gradient tensor."""
     trunk = nn.Linear(3, 4).double()
     head = nn.ParameterList(nn.Parameter(torch.zeros(5, 4).double()) for _ in range(2))
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, head), ["a"], cs.MGDA())
@@ -402,7 +402,7 @@ def test_graphs_are_freed_and_features_keep_no_gradient(retains: bool) -> None:
 
 
 def _tokens(change: Callable[[Tensor], object]) -> Callable[[Network], Any]:
-    """Features that `change` makes from the one that the loss depends on."""
+    """The loss of c depends on a feature z; the call passes `change(z)` as features."""
 
     def call(network: Network) -> tuple[Losses, object]:
         _, z = network.features()
@@ -491,7 +491,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
 def assert_refused(
     opt: cs.MultiTaskOptimizer, call: Any, match: str, error: Any = ValueError, **options: Any
 ) -> None:
-    """Asserts that neither parameters nor gradients change."""
+    """Asserts that the call raises, and changes neither parameters nor gradients."""
     for p in parameters_of(opt):
         p.grad = torch.zeros_like(p)
     losses, features = call

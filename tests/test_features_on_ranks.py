@@ -51,7 +51,7 @@ SIZES = {2: (7, 5), 3: (5, 4, 3), 4: (3, 4, 2, 3)}
 
 
 class Trunk(nn.Module):
-    """Two features that share a stem."""
+    """A trunk with a stem and two features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
-    """All ranks skip a step with an infinite loss; scaler and weighting have states."""
+    """All ranks skip the step in which one rank has an infinite loss."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
     options = {"weighting": weighting, "scaler": scaler}
@@ -242,7 +242,7 @@ def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
     tasks, trunk = len(TASKS), [*network.plain.trunk.parameters()]
     small = tasks * tasks + 2 * (2 * tasks + 2)
     heads = sum(p.numel() for p in network.plain.heads.parameters() if p.grad is not None)
-    if kind == "replicated":  # In buckets with a little padding.
+    if kind == "replicated":  # Buckets have a little padding.
         buckets = sent.numbers["allreduce"] - 4
         padding = sent.elements["allreduce"] - small - heads - sum(p.numel() for p in trunk)
         assert sent.numbers.total() == buckets + 4 > 5
@@ -327,7 +327,7 @@ RESETS = pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cann
 @pytest.mark.parametrize("where", ["heads.normals.1", "trunk.stem"])
 @on_ranks(2)
 def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
-    """The pass fails on one replica or all shards; if in the trunk, after buckets were sent."""
+    """The pass fails on one replica or on all shards; in the trunk, after buckets were sent."""
     network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
     error, message = RankError, r"^rank 1 failed in step \d: BrokenError: in a hook"
     if fails := rank == 1 or kind != "replicated":

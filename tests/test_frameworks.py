@@ -42,7 +42,7 @@ def group(tmp_path):
 
 
 class Trunk(nn.Sequential):
-    """Has its own forward method, since torch.compile skips that of nn.Sequential."""
+    """Has its own forward method, because torch.compile skips nn.Sequential's."""
 
     def forward(self, x):
         for layer in self:
@@ -116,7 +116,7 @@ def test_more_tasks_than_torch_compiles_graphs_for():
 
 @pytest.mark.compile
 def test_first_passes_of_two_threads():
-    """They run eagerly; when both have ended, in any order, torch compiles again."""
+    """First passes run eagerly; when both have ended, in any order, torch compiles again."""
     counter, x = _counted(), torch.randn(4, 3, 8, 8)
     first, second = _trunk(), _trunk()
     inside, ended = threading.Event(), threading.Event()
@@ -157,10 +157,10 @@ class Growing(nn.Module):
 
 @pytest.mark.compile
 def test_a_layer_that_first_runs_in_a_graph():
-    """The next task's pass is then observed; graphs do not break."""
+    """After the layer's first run, the next task's pass is observed; graphs do not break."""
     torch._dynamo.reset()
     x = torch.randn(8, 3)
-    # A second network of the class runs the graphs of the first, which have no hook.
+    # The second network runs the first network's graphs, which have no hook.
     for trunk in [cs.nn.convert_task_batchnorm(Growing(), AB) for _ in range(2)]:
         network = torch.compile(trunk, backend="eager", fullgraph=True)
         opt = optimizer_of(network)
@@ -202,7 +202,7 @@ def test_extract_from_a_compiled_trunk():
 @BOTH_PHASES
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_several_optimizers(schedule, scale):
-    """The trunk and each head have an optimizer; a head's may have nothing to update."""
+    """The trunk and each head have an optimizer; a head's optimizer may have nothing to update."""
     setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale > 1 else None
@@ -250,7 +250,7 @@ def _train(model, optimizers, method, way="step", **options):
 
 
 def test_muon_for_matrices_beside_adamw():
-    """The result equals that of stepping both by hand."""
+    """`step` equals `backward` followed by the steps of both optimizers."""
     models = []
     for way in ("step", "backward"):
         model, _ = _dense()
@@ -262,7 +262,7 @@ def test_muon_for_matrices_beside_adamw():
 
 
 def _with_factor(model, sgd, train):
-    """The factor must be measured: the norm of Nash-MTL's update does not depend on it."""
+    """The package must measure the factor, because Nash-MTL's update has a fixed norm."""
 
     def divide(*_):
         for p in model.parameters():
@@ -337,7 +337,7 @@ def test_a_backward_that_scales_beside_a_scaler():
 
 
 def test_accelerate_must_not_accumulate_around_a_step(accelerate):
-    """Inside `accumulate`, the optimizer only steps in the last micro-batch."""
+    """Inside `accumulate`, accelerate's optimizer steps only in the last micro-batch."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, sgd = accelerator.prepare(*_dense())
     refused = pytest.raises(RuntimeError, match="optimizer must step now")

@@ -270,7 +270,7 @@ def test_more_than_2_to_the_31_elements(backend: str) -> None:
 
 
 def test_a_large_trunk(backend: str) -> None:
-    """Programs wait for and overtake each other; the result still matches the reference's."""
+    """Blocks wait for and overtake each other; the result still matches the reference."""
     kind = Kind("layer", (512, 256, 3, 3))
     arguments = trunk_arguments([sample(kind, 4, torch.float32) for _ in range(6)])
     updates = [update.fill_(torch.nan) for update in arguments["updates"]]
@@ -301,7 +301,7 @@ def test_training_as_on_the_cpu(backend: str, method: cs.Method) -> None:
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
 def test_step_together(backend: str, method: cs.Method) -> None:
-    """Three float64 steps match those of `step`; only the first, which checks the trunk, waits."""
+    """Three float64 steps match `step`'s; only the first, which checks the trunk, waits."""
     first, second = Setup(), Setup()
     one, other = first.start(method), second.start(copy.deepcopy(method))
     for batch in range(3):

@@ -60,7 +60,7 @@ def test_items_depend_on_earlier_ones(
         )
         assert max(energy, default=-1) < min(summed, default=len(items))
         assert max(summed, default=-1) < min(projected, default=len(items))
-        if projected:  # Early enough that their operands are still in the cache.
+        if projected:  # Projections follow early enough to find their operands in the cache.
             between = items[max(summed) + 1 : projected[-1]]
             lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
             assert lag <= tiling.lag * processors

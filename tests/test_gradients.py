@@ -40,7 +40,7 @@ WAYS = {
 def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
-    """Heads' gradients get no task weight, and the Gramian covers only the trunk."""
+    """Heads' gradients get no task weight, and the Gramian covers only shared parameters."""
     model, loss, opt = started_problem(copy.deepcopy(method))
     losses = {task: loss(task) for task in AB}
     expected = step_by_hand(copy.deepcopy(method), [*model.trunk.parameters()], losses)
@@ -59,7 +59,7 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
     ("method", "steps"),
     [
         (cs.Sum, [(AB, False, OWN)]),
-        # A batch of one task says nothing about the reach of the others.
+        # A step with one task does not show what the other tasks reach.
         (cs.PCGrad, [(["a"], False, {}), (["b"], False, OWN)]),
         # A parameter that a second task reaches later is shared.
         (cs.NashMTL, [(AB, False, OWN), (AB, True, OWN_OF_B)]),
@@ -104,7 +104,7 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
-    """A head belongs to the task that uses it; a parameter that no task uses gets no gradient."""
+    """A layer that one task uses is that task's own; an unused layer gets no gradient."""
     layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
     norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 
@@ -154,7 +154,7 @@ def test_moved_between_steps(backend: str, method: cs.Method) -> None:
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(9)], ids=repr)
 def test_there_is_no_memory_beside_the_gradients(schedule: cs.Schedule) -> None:
-    """A method sees autograd's own gradients, and the first task's become the update."""
+    """A method gets autograd's own tensors; the update replaces the first task's gradients."""
     seen: list[int] = []
 
     class Seeing(cs.PCGrad):

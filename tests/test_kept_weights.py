@@ -64,7 +64,7 @@ def gradients(losses: Losses, parameters: Sequence[nn.Parameter]) -> dict[str, A
 
 
 def assert_update(opt: Any, rows: Mapping[str, Any], own: Iterable[Tensor]) -> None:
-    """`.grad` is the weighted sum for shared parameters, the plain sum for `own` ones and heads."""
+    """Asserts that `.grad` is the weighted sum for shared parameters, else the plain sum."""
     report, own = opt.report(), set(own)
     assert report.rows == tuple(rows)
     weights = report.task_weights.view(-1, len(rows)).tolist()
@@ -93,12 +93,13 @@ def follow(
 ) -> list[int]:
     """Compares every update with plain autograd's; returns the trunk's backward passes by step.
 
-    `since` names the step whose solution each step uses; `own` gives the trunk's parameters that
-    only one task has reached.
+    Step n uses the solution of step `since[n]`; `own(n)` returns the trunk's parameters that only
+    one task has reached.
     """
     parameters = opt.optimizer.param_groups[0]["params"]
     norms, passes = cs.nn.task_norms(opt.trunk), Counter[int]()
-    watched = {*(norms[0] if norms else opt.trunk).parameters()}  # `step_together` takes no hooks.
+    # A normalization, if there is one: `step_together` refuses hooks on other shared parameters.
+    watched = {*(norms[0] if norms else opt.trunk).parameters()}
     for number, solved in enumerate(since):
         rows = gradients(losses(number), parameters)
         columns = zip(parameters, *rows.values(), strict=True)
@@ -197,7 +198,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
     "features": (Given(*THREE), "ffff", "0003"),
     "features by layer": (Given(*THREE, groups="layer"), "ffff", "0003"),
     "features in turn": (cs.UPGrad("all", 9), "ff..ff", "002244"),
-    # If a task's gradient were zero in a step that solves, MGDA would train only this task.
+    # MGDA gives all weight to a task with a zero gradient, so such a solution is not kept.
     "zero": (cs.MGDA(update_every=3), "0..00.", "011145"),
     "zero by layer": (cs.MGDA(groups="layer", update_every=3), "0..00.", "011145"),
     "a NaN solution": (Given((math.nan, 1.0, 1.0), (1.0, 1.0, 1.0)), "....", "0111"),
@@ -215,7 +216,7 @@ STORIES: dict[str, tuple[cs.GramianMethod, str, str]] = {
 
 @pytest.mark.parametrize("story", STORIES)
 def test_steps_that_solve(story: str) -> None:
-    """Except by layer, steps between two solutions make one pass per micro-batch."""
+    """With `groups="all"`, steps between two solutions make one pass per micro-batch."""
     method, letters, since = STORIES[story]
     network, steps, since = Network(), [STEPS[x] for x in letters], [*map(int, since)]
     opt = network.start(copy.deepcopy(method))
@@ -250,7 +251,7 @@ reentrant = partial(checkpoint, use_reentrant=True)
 
 
 def _nonlinear(m: Any, z: Tensor, task: str) -> Tensor:
-    """Hooks and functions of one task may be nonlinear, so they must see only its gradient."""
+    """A task's hooks and functions may be nonlinear, so they must get only its gradient."""
     z = z * 1.0
     if task == "a":
         z.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -288,7 +289,7 @@ CASES = {
     "no heads": Case(head=_output),
     "frozen heads": Case(prepare=lambda m: m.heads.requires_grad_(False)),
     "one head": Case(head=lambda m, z, task: m.heads["a"](z)),
-    # The gradient of its head counts twice.
+    # Both tasks have the loss of "a", so the gradient of its head counts twice.
     "one loss": MANY._replace(losses=lambda m, x: dict.fromkeys(AB, x["a"])),
     "one loss, no head": Case(head=_output, losses=lambda m, x: dict.fromkeys(AB, x["a"])),
     "a loss in another": Case(head=_output, losses=lambda m, x: {"a": x["a"], "b": x["a"].exp()}),
@@ -299,7 +300,7 @@ CASES = {
     "learned": Case(losses=lambda m, x: {t: x[t] * (-w).exp() + w for t, w in m.learned.items()}),
     "layer behind adapters": Case(head=_behind_adapters),
     "own adapters": OWN._replace(head=_behind_adapters),
-    # A step solves if parameters were unfrozen, and after a step that reaches new ones.
+    # A step solves if parameters were unfrozen, or if the step before reached new parameters.
     "adapters unfrozen": OWN._replace(
         trunk=lambda m, z: (m.between.requires_grad_(m.number > 0), m.trunk["two"](z))[1],
         head=_behind_adapters,
@@ -371,7 +372,7 @@ class Decoder(nn.Module):
         return self.case.losses(self, losses)
 
     def start(self, method: cs.Method) -> cs.MultiTaskOptimizer:
-        """The torch optimizer holds only parameters that a loss reaches."""
+        """Outside the trunk, the torch optimizer holds only parameters that a loss reaches."""
         rows = gradients(self.losses(0), [*self.parameters()])
         columns = zip(self.parameters(), *rows.values(), strict=True)
         used = nn.ParameterList(p for p, *grads in columns if grads != [None, None])
@@ -593,7 +594,7 @@ def test_states_move_in_steps_that_solve(
     ids=repr,
 )
 def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -> None:
-    """The run may stop between two solutions; a new process resumes without an additional pass."""
+    """A run that stops between two solutions resumes without an additional solution."""
 
     def trained(first: int, last: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
         network = Network()
@@ -616,7 +617,7 @@ def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -
 
 
 def test_a_resumed_run_learns_nothing_in_steps_with_kept_weights() -> None:
-    """A resumed run checks graphs in other steps, where a task may reach more than before."""
+    """A resumed run checks graphs again, in a step where a task may reach more than before."""
     states = []
     for at in (None, 1):
         torch.manual_seed(0)
@@ -698,7 +699,7 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
 @pytest.mark.parametrize("how", ["thawed", "frozen", "switched in the closure"])
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_a_resumed_run_with_other_parameters_that_train(how: str, cut: int) -> None:
-    """The state lists what trained at the last solution, so both runs solve in the same steps."""
+    """A resumed run solves in the same steps: the state lists what trained at the last solution."""
     results = []
     for at in (None, cut):
         torch.manual_seed(0)

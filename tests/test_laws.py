@@ -1,4 +1,4 @@
-"""Properties that follow from the definition, for shapes and values that hypothesis draws."""
+"""Properties of the conflict projection, for shapes and values that hypothesis draws."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _problems(draw: st.DrawFn) -> Problem:
     fan_in = draw(st.integers(1, 70))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     grads = torch.randn(tasks, channels, fan_in, generator=generator, dtype=torch.float64)
-    # A shared direction makes conflicts one-sided, so that all signs occur.
+    # A direction that all tasks share makes conflicts rarer.
     grads += draw(st.floats(-1, 1)) * torch.randn(fan_in, generator=generator, dtype=torch.float64)
     return grads, torch.randint(tasks, (channels,), generator=generator)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.loop
 @EVERY_METHOD
 def test_a_forgotten_head(method: cs.Method, schedule: cs.Schedule) -> None:
     setup = Setup()
-    del setup.optimizer.param_groups[0]["params"][-2:]  # The last head's.
+    del setup.optimizer.param_groups[0]["params"][-2:]  # The last head's parameters.
     opt = setup.start(method, schedule)
     before = setup.state()
     for call in (opt.step, opt.trace):

@@ -192,7 +192,7 @@ LOADER = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
 
 
 def test_update_bn() -> None:
-    """The task's statistics equal torch's for its extracted network; other tasks' do not change."""
+    """The task's statistics equal torch's for its extracted network; no other state changes."""
     trunk = _converted()
     trunk[2].eval()
     plain = cs.nn.extract_task(trunk, "depth")
@@ -208,7 +208,10 @@ def test_update_bn() -> None:
 
 
 def test_update_bn_leaves_frozen_normalizations_alone() -> None:
-    """Eval mode freezes normalizations; if the whole trunk is in eval mode, only plain ones."""
+    """Normalizations in eval mode are frozen.
+
+    If the whole trunk is in eval mode, only plain normalizations are frozen.
+    """
     layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3).eval()]
     trunk = nn.Sequential(*layers, cs.nn.TaskBatchNorm1d(3, TASKS), nn.BatchNorm1d(3).eval())
     trunk.append(cs.nn.TaskBatchNorm1d(3, TASKS).eval())

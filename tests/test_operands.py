@@ -26,7 +26,7 @@ Weight = tuple[Tensor, int, int]
 def weights(draw: st.DrawFn) -> Weight:
     """A dense weight with permuted dimensions, its output channels' dimension, and its groups.
 
-    The weight's elements are their own offsets in memory.
+    The value of each element is its offset in memory.
     """
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     order = draw(st.permutations(range(len(shape))))

@@ -87,7 +87,7 @@ def run(loop: Loop, letters: str, way: str) -> None:
 @BOTH_WAYS
 @pytest.mark.parametrize("letters", LOOPS)
 def test_loops(letters: str, way: str) -> None:
-    """A refused call changes no parameter; without the gradient, the loop goes on."""
+    """A refused call changes no parameter; once gradients are cleared, the loop goes on."""
     loop = Loop()
     run(loop, letters[:-1], way)
     if LOOPS[letters] is None:
@@ -127,7 +127,7 @@ def test_gradients_from_before_the_optimizer_was_built() -> None:
 
 @BOTH_WAYS
 def test_two_that_share_a_torch_optimizer(way: str) -> None:
-    """Neither drops the other's update; each trains as if it were alone."""
+    """Neither MultiTaskOptimizer drops the other's update; each trains as if it were alone."""
     loop, other, alone = Loop(), Loop(), Loop()
     loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
     other.sgd = loop.sgd
@@ -151,7 +151,7 @@ def test_two_that_share_a_torch_optimizer(way: str) -> None:
 @pytest.mark.parametrize("method", [cs.PCGrad, cs.UPGrad, cs.NashMTL, cs.GradDrop])
 @pytest.mark.parametrize("idiom", [True, False])
 def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
-    """A loss that depends on parameters only through a factor of zero warns once."""
+    """A loss that reaches a parameter only through a factor of zero causes one warning."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"trunk": nn.Linear(5, 6), "a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
     opt = built(net, sgd_of(net), method())
@@ -227,7 +227,7 @@ def together(method: cs.Method) -> None:
 
 
 class Unsaid(cs.ConnectionStrength):
-    """Has its own `combine`, which could read all layers; `layerwise` does not rule that out."""
+    """Has its own `combine`, which could read all layers, so `layerwise` becomes False."""
 
     def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
         super().combine(gradients, layout, step)
