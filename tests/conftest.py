@@ -62,6 +62,14 @@ def _no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def group(tmp_path: Path) -> dist.ProcessGroup:
+    """A process group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 @pytest.fixture(autouse=True)
 def _compiles() -> Iterator[None]:
     """Asserts that a test leaves torch.compile on; else later tests would run eagerly."""

@@ -1,6 +1,7 @@
 """Small networks and data for the tests of the training loop."""
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -316,3 +317,14 @@ class Injects(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad.new_ones(())
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Disables garbage collections, which could run the package's finalizers at any line."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

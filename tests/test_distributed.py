@@ -4,8 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from networks import assert_equal, sgd_of
+from networks import assert_equal, sgd_of, without_collections
 from rank_networks import (
     METHODS,
     TASKS,
@@ -330,14 +329,6 @@ def test_wrappers_that_do_not_fit_are_refused(rank: int, what: str, how: str) ->
         train()
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @on_ranks(2)
 def test_a_wrapper_reduces_again_after_its_last_optimizer(rank: int) -> list[list[Tensor]]:
     """Two optimizers use one wrapper, as when a notebook cell runs twice.
@@ -350,7 +341,7 @@ def test_a_wrapper_reduces_again_after_its_last_optimizer(rank: int) -> list[lis
     def reduces() -> tuple[bool, bool]:
         return network.require_backward_grad_sync, network.require_forward_param_sync
 
-    with _without_collections():
+    with without_collections():
         opts = [cs.MultiTaskOptimizer(network, sgd, TASKS, cs.PCGrad()) for _ in range(2)]
         for batch in x:
             opts[1].step(lambda task: network(batch, task))
@@ -375,7 +366,7 @@ def test_groups_end_with_their_optimizer(rank: int, fails: bool) -> None:
         return len([*Path("/proc/self/task").iterdir()])
 
     network = Network("replicated", rank, 3)
-    with _without_collections():
+    with without_collections():
         before = threads()
         for _ in range(3):  # Each optimizer has new groups, with new names.
             if fails:

@@ -22,14 +22,6 @@ from cs_kernels.ranks.pieces import channel_array, pieces_of
 pytestmark = pytest.mark.loop
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> dist.ProcessGroup:
-    """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 @given(
     groups=st.integers(1, 3),
     outer=st.integers(1, 3),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, optimizer_of, sgd_of
+from networks import AB, Injects, optimizer_of, sgd_of
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -105,21 +105,11 @@ def _a_penalty_before() -> None:
     loop.opt.step(loop.loss)
 
 
-class _Injects(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones(())
-
-
 def _an_injected_loss() -> None:
     trunk = nn.Linear(3, 4)
     opt = optimizer_of(trunk, cs.PCGrad())
     y = trunk(torch.randn(8, 3))
-    y = _Injects.apply(y, y.square().mean())
+    y = Injects.apply(y, y.square().mean())
     opt.backward({"a": y.mean(), "b": y.square().mean()})
 
 

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import dis
 import functools
-import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, same_bits
+from networks import AB, same_bits, without_collections
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,17 +206,6 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disables garbage collections, which could run the package's finalizers at any line."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _started(way: str, steps: int) -> Run:
     run, run.way = WAYS[way]()
     for _ in range(steps):
@@ -250,7 +238,7 @@ def test_a_fault_at_every_point(
     after = copy.deepcopy(run.state())
     run = _started(way, steps)
     allowed = [before, *([_middle_of_phase_1(steps)] if way == "phase 1" else [])]
-    with _without_collections():
+    with without_collections():
         for number in range(1, points + 1, 1 if full else 1 + points // 8):
             error: BaseException | None = None
             try:

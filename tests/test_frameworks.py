@@ -33,14 +33,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def group(tmp_path):
-    """A process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Trunk(nn.Sequential):
     """Has its own forward method, because torch.compile skips nn.Sequential's."""
 
