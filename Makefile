@@ -1,5 +1,5 @@
-# Every target sets up its own environment. GPU targets use the Python that has torch with CUDA, and
-# download nothing.
+# Every target sets up its own environment. GPU targets use GPU_PYTHON, which must have torch with
+# CUDA, and download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 RELEASE := build/release
@@ -56,7 +56,7 @@ $(RELEASE)/.ready: .ci/release-requirements.txt
 	PIP_EXTRA_INDEX_URL= $(RELEASE)/bin/python -m pip install --quiet --require-hashes --requirement $<
 	touch $@
 
-quick: $(VENV)/.ready ## Lint, and test the kernels and the loop: after every edit
+quick: $(VENV)/.ready ## Lint, and test the kernels and the loop; run it after every edit
 	$(PYTHON) -m ruff check --quiet .
 	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
@@ -130,8 +130,8 @@ format: $(VENV)/.ready ## Apply the automatic fixes
 	$(PYTHON) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP) $(EMULATION)
 
-# A broken link, a missing file or a public name without documentation fails. The sources are read,
-# not imported, so this needs neither torch nor the compiled package.
+# A broken link, a missing file or a public name without documentation is an error. The sources are
+# read, not imported, so this needs neither torch nor the compiled package.
 docs: ## Build the site into build/site
 docs-serve: ## Show the site, and follow edits
 docs docs-serve: $(VENV)/.docs
@@ -141,7 +141,8 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --requirement $<
 	touch $@
 
-# One process per file: the heap that one file leaves changes how fast the next one's peers allocate.
+# One process per file, because the heap that a file leaves behind changes how fast the next file's
+# peers allocate.
 bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
 	for table in phase2 methods steps features together price peers balancer host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
@@ -163,7 +164,7 @@ test-gpu: install-gpu ## Run every test on a GPU
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
 		result=$$?; $(GPU_PYTHON) bench/outcome.py tests build/tests.xml $$result && exit $$result
 
-# Initcheck must also observe torch's kernels, which write what our kernels read. Memcheck ignores
+# Initcheck must also observe torch's kernels, which write our kernels' inputs. Memcheck ignores
 # failed API calls, since torch makes some and handles the failures.
 sanitize-gpu: install-gpu ## Run the CUDA kernels under compute-sanitizer
 ## [GPU_PYTHON=python3]
@@ -189,7 +190,7 @@ bench-gpu: install-gpu ## Run the benchmarks on a GPU
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
 
-# The demo alone needs neither the tests' packages nor CUDA kernels.
+# For the demo, a new environment gets neither the tests' packages nor CUDA kernels.
 demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo) ## Train three tasks of a photograph
 ## [QUICK=1] [DEVICE=cuda] [METHODS="NAME ..."] [RANKS=2] (processes)
 	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS)) $(if $(DEVICE),--device $(DEVICE))
@@ -208,15 +209,15 @@ uses: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.uses) ## Run real 
 		$(if $(QUICK),--quick) $(if $(DEVICE),--device $(DEVICE))
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
-wheel: $(RELEASE)/.ready ## Build wheels into dist, and use each
+wheel: $(RELEASE)/.ready ## Build wheels into dist, and test each one
 ## [PYTHONS="python3.12 ..."] (else all of 3.11 to 3.14 that are installed)
 ## [CUDAARCHS="80-real;90"] [WHEEL_OPTIONS="--require-torch --no-pure"]
 	$(RELEASE)/bin/python .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
 
 sdist: export PIP_EXTRA_INDEX_URL :=
-sdist: $(RELEASE)/.ready ## Add the sources to dist, and check that an index takes what is there
+sdist: $(RELEASE)/.ready ## Add the sources to dist, and check that a package index accepts its files
 	$(RELEASE)/bin/python -m build --sdist
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 
-clean: ## Remove what the other targets made, but dist
+clean: ## Remove the environment and the builds, except dist
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

@@ -24,27 +24,28 @@ if _REQUEST == "0" and _CUDA:
 
 
 class CMakeBuild(build_ext):
-    """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
+    """Builds `cs_kernels._C` with CMake, in the folder that setuptools expects."""
 
     def run(self) -> None:
         """Builds the extension; on failure, exits if it was requested, else uses pure torch."""
         try:
             super().run()
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
-            for ext in self.extensions:  # A module of an earlier build may not match.
+            for ext in self.extensions:  # An earlier build's module may not match.
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             why = f"cs_kernels has no compiled kernels: {_why(error)}"
             if _CUDA or _REQUEST == "1":
                 sys.exit(why)
             self.extensions.clear()
-            print(f"{why}. It is pure torch now, and slower (with CS_KERNELS_NATIVE=1, this fails)")
+            print(f"{why}. It will use slower pure torch; to fail instead, set CS_KERNELS_NATIVE=1")
 
     def build_extension(self, ext: Extension) -> None:
         """Configures and builds one extension."""
         import pybind11
 
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        # A given folder outlives this build, so a rebuild with the same options compiles nothing.
+        # A folder in CS_KERNELS_BUILD outlives this build, so a rebuild with the same options
+        # compiles nothing.
         build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
         cache = build / "CMakeCache.txt"
         if cache.exists() and f"CMAKE_CACHEFILE_DIR:INTERNAL={build}\n" not in cache.read_text():

@@ -5,8 +5,8 @@ A further wheel, without compiled kernels, serves all other platforms.
     build_wheels.py [--require-torch] [--no-pure] [PYTHON ...]
 
 Kernels do not depend on Python, so they are compiled once, for the first wheel. The compilers'
-output goes to build/wheel.log, and the wheels to dist, with the tag of the oldest Linux that has
-their symbols.
+output goes to build/wheel.log, and the wheels to dist, with the manylinux tag of the oldest Linux
+that has their symbols.
 """
 
 import argparse
@@ -144,9 +144,9 @@ def _pure(python: Path, log: Path, folder: Path) -> None:
 def main() -> None:
     """Builds all wheels; exits with a message if a wheel fails, or if no Python is found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--require-torch", action="store_true", help="fail for a Python without it")
+    parser.add_argument("--require-torch", action="store_true", help="fail if a Python lacks torch")
     parser.add_argument("--no-pure", action="store_true", help="only wheels for this platform")
-    parser.add_argument("pythons", nargs="*", help=f"default: those of {', '.join(VERSIONS)} here")
+    parser.add_argument("pythons", nargs="*", help=f"default: {', '.join(VERSIONS)}, if installed")
     arguments = parser.parse_args()
     pythons = {}
     for wanted in arguments.pythons or VERSIONS:
@@ -161,7 +161,7 @@ def main() -> None:
     if not pythons:
         sys.exit(f"a Python of {', '.join(VERSIONS)} must be installed, with its headers")
     build = Path(os.environ.setdefault("CS_KERNELS_BUILD", "build/compiled"))
-    # In a used folder, CMake keeps the architectures of the first build, and setuptools keeps
+    # If a folder is reused, CMake keeps the architectures of the first build, and setuptools keeps
     # modules that the sources no longer have.
     for folder in (_ROOT / "dist", _ROOT / build, *(_ROOT / "build").glob("lib*")):
         shutil.rmtree(folder, ignore_errors=True)

@@ -35,7 +35,7 @@ class WrongError(Exception):
 
 
 Check = Callable[[str], float]
-"""Takes a device type; returns the largest ratio of an error to its limit, or of two times."""
+"""Takes a device type; returns the largest ratio of an error to its limit, or a ratio of times."""
 
 
 def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -199,7 +199,7 @@ def _compared(actual: list[Tensor], expected: list[Tensor], baseline: str) -> fl
 def _step(method: Callable[[], cs.Method], device: str) -> float:
     with use_backend("reference"):
         expected = _Training(method(), "cpu").train("cpu")
-    return _compared(_Training(method(), device).train(device), expected, "the CPU")
+    return _compared(_Training(method(), device).train(device), expected, "the reference")
 
 
 def _captured(device: str) -> float:

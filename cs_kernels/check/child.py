@@ -19,7 +19,7 @@ def _say(**line: object) -> None:
 
 def main(backend: str, device: str, *names: str) -> None:
     """Runs these checks until one fails."""
-    faulthandler.enable()  # The watchdog's SIGABRT shows where a check hangs.
+    faulthandler.enable()  # On the watchdog's SIGABRT, prints where a check hangs.
     _say(ready=True)
     for name in names:
         begin, failure, value = time.perf_counter(), None, None

@@ -28,7 +28,7 @@ class Result:
     outcome: str
     """"ok", "wrong", "hang", "crash" or "not run"."""
     value: float | None = None
-    """The largest ratio of an error to its limit, or of two times."""
+    """The largest ratio of an error to its limit, or a ratio of times."""
     detail: str = ""
     seconds: float = 0.0
 

@@ -85,11 +85,11 @@ class Parameters(NamedTuple):
     """The parameters that a loss depends on."""
 
     found: list[nn.Parameter]
-    """The parameters in its graph."""
+    """The parameters in the loss's graph."""
     hidden: bool
     """Whether a `torch.autograd.Function` may hide parameters, as reentrant checkpointing does."""
     hooked: bool
-    """Whether a leaf's hook may compute gradients of others, as in cached contrastive losses."""
+    """Whether a leaf's hook may compute other leaves' gradients; cached contrastive losses do."""
 
 
 def reached_parameters(loss: Tensor) -> Parameters:

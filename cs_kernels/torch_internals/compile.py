@@ -22,8 +22,8 @@ _lock = threading.RLock()
 _running = 0
 """The number of passes, in all threads, that run eagerly."""
 _restores = contextlib.ExitStack()
-"""Restores what belongs to the process, torch's stance and the filters of warnings, when the last
-of these passes ends."""
+"""Restores torch's stance and the warning filters, which belong to the process, when the last of
+these passes ends."""
 
 
 @contextlib.contextmanager

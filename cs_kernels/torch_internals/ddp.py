@@ -12,7 +12,7 @@ FLAGS = "require_backward_grad_sync", "require_forward_param_sync"
 
 
 def _class(module: str, name: str) -> Any:
-    """A class, if its module was imported; otherwise, no object of the class can exist."""
+    """A class; None if its module was not imported, because then it has no objects."""
     return getattr(sys.modules.get(module), name, None)
 
 

@@ -66,7 +66,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
 def fsdp_modules(objects: Iterable[object]) -> list[Any]:
     """The `fully_shard` modules among these objects."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    # `type`, because a proxy's `__class__` belongs to its object, which may be gone.
+    # Not isinstance, because a weak proxy's `__class__` is its referent's, which may be gone.
     return [] if kind is None else [found for found in objects if issubclass(type(found), kind)]
 
 
@@ -112,7 +112,7 @@ def all_sharded_modules() -> list[nn.Module]:
 
 
 def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules whose `fully_shard` holds any of the parameters; searches the whole process."""
+    """The `fully_shard` modules that manage any of the parameters, in the whole process."""
     wanted = {p for p in parameters if is_sharded(p)}
     return [
         module

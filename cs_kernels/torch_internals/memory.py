@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _OWN_HOLDERS = 2
-"""The references to a storage that nothing else holds: the tensor's, and the Python object's."""
+"""The references to a storage that one tensor alone uses: the tensor's, the Python object's."""
 
 _use_count: Any = getattr(Tensor, "_use_count", None)
 """Counts the references to a tensor; None if torch does not count them."""
@@ -18,9 +18,8 @@ _use_count: Any = getattr(Tensor, "_use_count", None)
 def is_in_foreign_memory(grad: Tensor) -> bool:
     """Whether a later pass may overwrite a gradient.
 
-    This holds if the gradient is a part of a larger allocation, such as a CUDA graph's, or if
-    something else holds its memory, such as a function that returns the same buffer from every
-    backward pass.
+    True if the gradient is a part of a larger allocation, such as a CUDA graph's, or if something
+    else holds its memory, such as a function that returns the same buffer from every backward pass.
     """
     if grad.layout is not torch.strided:
         return False
@@ -54,10 +53,10 @@ def _holders(grads: tuple[Tensor | None, ...]) -> _Holders:
 
 @cache
 def lone_holders() -> frozenset[_Holders]:
-    """The references that a hook sees to a gradient that autograd alone holds.
+    """The reference counts that a hook sees for a gradient that autograd alone holds.
 
-    They are counted in two backward passes, because they differ between versions of Python and of
-    torch: one gradient is a whole tensor, one a view. Empty if torch does not count references.
+    They differ between versions of Python and of torch, so two backward passes measure them: for a
+    gradient that is a whole tensor, and for a view. Empty if torch does not count references.
     """
     found = set[_Holders]()
     if _use_count is None:
@@ -74,8 +73,8 @@ def lone_holders() -> frozenset[_Holders]:
 def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
     """Whether a hook is free to write into the gradient that autograd is about to accumulate.
 
-    It is if the gradient is dense and whole, and autograd alone holds it; never if torch does not
-    count references.
+    True if the gradient is dense and fills its storage, and autograd alone holds it; False if torch
+    does not count references.
 
     Args:
         grads: The hook's argument. The hook must not hold the gradient by another name.

@@ -45,7 +45,7 @@ inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   return chunks;
 }
 
-// Starting a thread takes about as long as one or two chunks.
+// A thread gets at least two chunks, because starting it takes about as long as one or two.
 inline int useful_threads(int threads, std::int64_t elements) {
   return static_cast<int>(
       std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));

@@ -13,7 +13,7 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// A range of elements of one tensor, and the tasks that have a gradient for it.
+// A range of elements of one tensor, and the tasks with a gradient of this tensor.
 struct Piece {
   const GradientTensor* tensor;
   std::vector<std::int32_t>* tasks;
@@ -101,7 +101,8 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
           .products(gradients.data(), static_cast<int>(gradients.size()), piece.size,
                     &products[i * pairs]);
   });
-  // Added up in the order of the pieces, so that any number of threads gives the same bits.
+  // Products are added in the order of the pieces, so that any number of threads gives the same
+  // bits.
   std::fill(gramian, gramian + arguments.groups * width * width, 0.0);
   for (std::size_t i = 0; i < pieces.count(); ++i) {
     const Piece& piece = pieces[i];

@@ -31,7 +31,7 @@ struct Work {
   std::vector<int> reference;         // [tasks]: index into `gradients`, or -1
   std::vector<double> energy;         // [rows]
   std::vector<std::int64_t> order;    // [rows]: rows in visiting order
-  std::vector<double> dots;           // [rows, gradients], by index into `order`
+  std::vector<double> dots;           // [rows, gradients], rows by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
   bool past_caches = false;           // whether channel groups are too large for the caches
   std::atomic<std::int64_t> chunks_left{0};
@@ -208,8 +208,8 @@ void add_references(const Summed& summed) {
 }
 
 // Revisits the chunks that this thread summed, which are in the core's own caches. A unit's chunks
-// are adjacent in `summed`, because they were claimed in order. With `last`, waits for other
-// threads.
+// are adjacent in `summed`, because they were claimed in order. At a unit whose coefficients are
+// unknown, stops or, with `last`, waits.
 void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
   auto done = summed.begin();
   while (done != summed.end()) {
@@ -282,7 +282,7 @@ std::vector<RowRange> order_rows(Work& work) {
   return units;
 }
 
-// One call: first the energies, then the sums. Threads claim the chunks of each in order.
+// One call: first the energies, then the sums. Threads claim chunks in order.
 class Step {
 public:
   Step(const Phase2Arguments& arguments, Stages stages, int threads)

@@ -437,8 +437,8 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   const auto* g = static_cast<const Element*>(x);
   const auto a = static_cast<typename Accumulator::Lane>(scale);
   auto* update = static_cast<Element*>(out);
-  // With 16-bit elements, conversions fill the out-of-order window before the processor reaches the
-  // next lines.
+  // With 16-bit elements, lines are prefetched, because conversions fill the out-of-order window
+  // before the processor reaches the next lines.
   constexpr bool kNarrow = sizeof(Element) == 2;
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
@@ -467,7 +467,7 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
-// Loads kLanes elements, half as many as a word has signs.
+// Loads Floats::kLanes elements, half as many as a word has signs.
 template <class Type> CS_INLINE Floats load_floats(const typename Type::Element* p) {
   if constexpr (sizeof(*p) == 8) {
     float lanes[Floats::kLanes];

@@ -12,7 +12,7 @@ namespace cs_kernels::cpu {
 constexpr int kSignedRuns = 4;
 
 // The gradients of the row that is summed next, to prefetch them; null prefetches nothing. With
-// `once`, only the reference stays in the caches.
+// `once`, only the reference gradient stays in the caches.
 struct NextRow {
   const void* const* gradients = nullptr;
   bool once = false;
@@ -24,8 +24,8 @@ struct RowKernels {
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Squares of 16-bit elements may be up to 1e37. Streams only if `out`
-  // is aligned to cache lines.
+  // Reads count * n, writes n. For 16-bit elements, squares above 1e37 may overflow. Streams only
+  // if `out` is aligned to cache lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, NextRow next);
 
@@ -60,7 +60,7 @@ struct InstructionSet {
   RowKernels kernels[kDataTypes];
 };
 
-// The best kernels for this CPU, or the ones named by CS_KERNELS_CPU_ISA if this CPU can run them.
+// The best kernels for this CPU, up to the instruction set that CS_KERNELS_CPU_ISA names.
 const InstructionSet& selected_instruction_set();
 
 inline const RowKernels& row_kernels(DataType type) {

@@ -10,12 +10,12 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Reads a run of elements, which are in L1.
+// Writes or adds weight * x to `update`, for a run of elements that are still in L1.
 void update_run(const RowKernels& kernels, const SketchTensor& tensor, const void* x,
                 std::int64_t size, void* update) {
   if (tensor.add && tensor.weight != 0)
     return kernels.add_scaled(update, x, tensor.weight, size, false, update);
-  // A sum times zero is NaN where an element is not finite.
+  // Unlike add_scaled, combine also multiplies by a zero weight, so a non-finite element gives NaN.
   const void* const terms[] = {x, update};
   const double weights[] = {tensor.weight, 1};
   kernels.combine(terms, weights, tensor.add ? 2 : 1, -1, size, false, update);

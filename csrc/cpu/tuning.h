@@ -17,14 +17,14 @@ constexpr std::int64_t kGramianElements = 4 * kChunkElements;
 // stores, which do not read a cache line before writing it.
 constexpr std::int64_t kStreamBytes = 64 << 20;
 
-// A layer above this size is processed one channel group at a time, so that a group in conflict is
-// still in a cache of some tens of megabytes at its second visit.
+// A layer whose gradients and update take more bytes is processed one channel group at a time, so
+// that a group in conflict is still in a cache of some tens of megabytes at its second visit.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
 // The sums and the reference gradient of a channel group are still in cache at its second visit if
-// they take at most 1 / kGroupPart of the last-level cache; the other gradients are prefetched into
-// this cache as well. kLastCacheBytes, the size on an AMD EPYC, is used if the system does not
-// report a size.
+// they take at most 1 / kGroupPart of the last-level cache, because the other gradients are
+// prefetched into this cache as well. kLastCacheBytes, the size on an AMD EPYC, is used if the
+// system does not report a size.
 constexpr std::int64_t kGroupPart = 4;
 constexpr std::int64_t kLastCacheBytes = 32 << 20;
 
@@ -33,7 +33,8 @@ constexpr std::int64_t kLastCacheBytes = 32 << 20;
 constexpr std::int64_t kScratchBytes = 4 << 20;
 constexpr std::int64_t kStreamRow = 1024;
 
-// Elements per bin range that are sketched and then weighted: with several blocks, they fit in L1.
+// Elements per block that are sketched and then weighted at a time: kSignedRuns such runs fit in
+// L1.
 constexpr std::int64_t kSketchPiece = 1024;
 
 // Row kernels.

@@ -117,8 +117,8 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  // Replaces each lane that differs in sign from the guide's lane by the guide's lane, unless that
-  // is zero. Adding zero times both gives NaN if either is infinite or NaN.
+  // Replaces each lane that differs in sign from a nonzero lane of the guide by the guide's lane.
+  // Adding zero times both gives NaN if either is infinite or NaN.
   CS_INLINE void take_signs(const Vector& guide) {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
       const Part x = part[i];
@@ -231,7 +231,7 @@ CS_INLINE auto to_bfloat16(FloatPart v) {
 }
 
 // float16 has 5 exponent bits with bias 15: shifted into a float's fields, the value is 2^-112
-// times the correct one, subnormals included; infinities and NaN need the float's own exponent.
+// times the correct one, subnormals included; infinities and NaN need a float's largest exponent.
 CS_INLINE FloatPart load_float16(const std::uint16_t* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(load_raw<__m256i>(p));
@@ -305,7 +305,7 @@ template <class V> struct Unconverted {
   }
 };
 
-// The same for narrower elements, converted one register at a time.
+// Like Unconverted, for narrower elements, converted one register at a time.
 template <class Scalar, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_> struct Converted {
   using Element = Scalar;
   using Accumulator = V;

@@ -117,7 +117,7 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   };
   if (any != nullptr)
     piece.template visit<gramian_vectors(kTasks)>(add);
-  // [pair, warp]
+  // workspace: [pair, warp]
   CS_UNROLL(kTasks)
   for (int i = 0; i < kTasks; ++i) {
     CS_UNROLL(kTasks)
@@ -137,11 +137,11 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   }
 }
 
-// The same for any number of tasks, with a tile of all gradients in shared memory and one thread
-// per pair.
+// Like `multiply`, for any number of tasks: a tile of all gradients is in shared memory, and a
+// thread computes one pair at a time.
 template <class T>
 CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* workspace) {
-  constexpr int kWidth = kGeneralColumns + 1; // puts columns in different banks
+  constexpr int kWidth = kGeneralColumns + 1; // puts a column's elements in different banks
   const int pairs = pair_of(tasks, 0);
   double* products = workspace;
   double* tile = products + pairs;
@@ -202,7 +202,7 @@ gramian_kernel(GramianLaunch launch) {
 }
 
 // Calls add(task, numbers, is_first) for these pieces of every existing gradient. If no gradient
-// exists, calls it once, with zeros.
+// exists, calls `add` once, with zeros.
 template <class T, class Pieces, class Add>
 CS_DEVICE void for_each_task(const Piece<T>& piece, const Pieces& pieces, int tasks,
                              const Add& add) {

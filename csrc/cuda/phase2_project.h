@@ -49,8 +49,8 @@ CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segm
                            : static_cast<Wide<T>>(work.launch.coefficients[first + segment.group]);
 }
 
-// Computes a PROJECT item: revisits the segments of a few SUM items where a_i > 0. Their sums and
-// reference gradients are likely to be in the L2 cache.
+// Computes a PROJECT item: revisits those segments of a few SUM items whose a_i is nonzero. Their
+// sums and reference gradients are likely to be in the L2 cache.
 template <class T> CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item) {
   const Work<T> work(launch, item.tensor);
   const PlannedTensor& tensor = work.tensor;

@@ -51,7 +51,7 @@ template <class T> struct Sum {
         dot += references[n][e] * references[n][e];
     }
     add_dot(first_task, dot);
-    int other = 1; // counts the other tasks; if there is none, a missing task stands in
+    int other = 1; // counts the other tasks; for one task, runs once, without a gradient
     CS_UNROLL(1)
     do {
       const int task = other > first_task ? other : other - 1;

@@ -21,7 +21,7 @@ struct alignas(16) Shared {
 
 // The second part has the products of the teams' segments: per lane, [tasks, kDotsWidth], then per
 // team, [tasks, kTeams]. Both arrays have at least two rows.
-constexpr int kDotsWidth = kThreads + kThreads / kTeam; // puts a team's lanes in different banks
+constexpr int kDotsWidth = kThreads + kThreads / kTeam; // puts teams in different banks
 CS_HOST_DEVICE_INLINE constexpr int dots_rows(int tasks) { return tasks < 2 ? 2 : tasks; }
 CS_DEVICE double* dots_of_lanes() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));

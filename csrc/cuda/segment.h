@@ -1,5 +1,5 @@
-// A segment: elements of one row (output channel) of a tensor, or of a tensor in memory order. A
-// team of adjacent lanes visits its 16-byte vectors, and the single elements at its ends.
+// A segment: a range of one row (output channel) of a tensor, or of the whole tensor in memory
+// order. A team of adjacent lanes visits its 16-byte vectors, and the single elements at its ends.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Energies, strengths and priorities of one layer, Eq. (4) to (10), computed by one block.
+// A block's computation of a layer's energies, strengths and priorities, Eq. (4) to (10).
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,8 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
 }
 
 // The connection strengths (Eq. 6) of a row, for the tasks from `task` on; 0 for tasks that do not
-// exist. Other blocks of the same launch may have written the energies.
+// exist. The energies are not read through the read-only path, because the same launch may have
+// written them.
 template <int kTasks>
 CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
                             double (&strengths)[kTasks]) {

@@ -24,14 +24,15 @@ constexpr int kTeam = 8;
 constexpr int kTeams = kThreads / kTeam;
 // Vectors of a gradient that a thread has in flight in Phase 2, and the maximum per segment. Per
 // multiprocessor, 36 KiB (16-bit types) or 48 KiB are in flight. Bandwidth times latency is about
-// 25 KiB on an H100 and 36 KiB on an H200. An item's fixed cost is about the cost of two vectors.
+// 25 KiB on an H100 and 36 KiB on an H200. A segment's fixed cost is about the cost of two vectors.
 constexpr int kPieces = 6;
 
 // Numbers that a thread loads at once to add up the products of a layer's items (at most 1024). The
 // block that adds them up has no other loads in flight.
 constexpr int kProductLoads = 8;
 
-// Resident blocks for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
+// Resident blocks per multiprocessor for the Gramian, whose threads keep K (K + 1) / 2 sums in
+// registers.
 constexpr int gramian_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 4 : tasks <= 6 ? 3 : 2;
 }
@@ -59,8 +60,8 @@ constexpr int kGeneralColumns = 64;
 // has 16 warps, with 16 KiB of float32 in flight.
 constexpr int kSketchLoads = 8;
 
-// Bytes of a weight's row per thread, for up to a warp of threads. Rows of at least kLongRow bytes
-// are read by a whole block.
+// A weight's row is read by one team or, with at least kRowBytes per thread, by up to a warp; from
+// kLongRow bytes on, by a whole block.
 constexpr std::int64_t kRowBytes = 512;
 constexpr std::int64_t kLongRow = 64 << 10;
 

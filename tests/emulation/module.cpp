@@ -25,10 +25,10 @@ constexpr std::size_t kStack = 256 << 10;
 enum class State { kReady, kPausing, kAtBarrier, kExchanging, kDone };
 
 #ifdef __x86_64__
-using Context = void*; // a stack's top, where its registers are
+using Context = void*; // the top of a stack, where its registers are saved
 
-// Goes on where another stack was left. swapcontext would make a system call, and the sanitizer's
-// clears the shadow memory of the whole stack.
+// Switches to another stack. swapcontext would make a system call, and under the sanitizer would
+// also clear the shadow memory of the whole stack.
 [[gnu::naked, gnu::noipa]] void enter(Context& /* left */, const Context& /* entered */) {
   asm("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15\n"
       "mov %rsp, (%rdi); mov (%rsi), %rsp\n"
@@ -74,7 +74,7 @@ struct Fiber {
 };
 
 struct Block {
-  std::int64_t index = -1; // none
+  std::int64_t index = -1; // -1 if no block is resident
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::unique_ptr<unsigned char[]> shared;
   std::size_t ahead = 0; // first thread of the warp that currently runs ahead
@@ -137,7 +137,7 @@ bool exchange(Block& block, std::size_t first) {
   double values[kWarp];
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
     if (first + lane >= block.fibers.size())
-      fail("an exchange in a part of a warp");
+      fail("only a part of a warp takes part in an exchange");
     const Fiber& fiber = *block.fibers[first + lane];
     if (fiber.state != State::kExchanging)
       return false;
@@ -239,7 +239,7 @@ int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   if (most_resident > 1)
     std::shuffle(left.begin(), left.end(), random_numbers);
   int idle = 0;
-  const Block* stopped = nullptr; // for long, as no block may rely on another's progress
+  const Block* stopped = nullptr; // paused for a while, because a GPU may delay any block
   int stopped_for = 0;
   for (;;) {
     if (stopped_for > 0)
@@ -281,5 +281,5 @@ PYBIND11_MODULE(_emulation, module) {
         emulation::most_resident = resident;
       },
       pybind11::arg("seed"), pybind11::arg("resident"),
-      "How many blocks run at once, and the seed of their order and of their threads'.");
+      "Sets the number of resident blocks, and the seed of the order of blocks and threads.");
 }

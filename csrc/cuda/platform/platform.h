@@ -32,7 +32,7 @@ CS_DEVICE unsigned char* shared_memory() {
 
 // Waits for all threads of the block, and makes their writes visible.
 CS_DEVICE void synchronize_block() { __syncthreads(); }
-// The same for a warp.
+// Waits for all threads of the warp, and makes their writes visible.
 CS_DEVICE void synchronize_warp() { __syncwarp(); }
 
 // The value of the thread whose index in the warp differs in the bits of the mask. All threads of

@@ -32,9 +32,9 @@ namespace cpu {
 // Writes gramian [groups, tasks, tasks]. Reads every gradient once.
 void gramian(const GradientArguments& arguments, double* gramian, int threads);
 
-// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. Where the sum differs
-// in sign from the protected task's gradient, the update is that gradient, unless it is zero; a
-// negative `protected_task` protects none. Reads every gradient once, writes the update once.
+// update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. Where the protected
+// task's gradient is nonzero and the sum differs from it in sign, the update is this gradient; a
+// negative `protected_task` protects no task. Reads every gradient once, writes the update once.
 void combine(const GradientArguments& arguments, const double* weights, std::int32_t protected_task,
              int threads);
 

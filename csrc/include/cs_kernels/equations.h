@@ -34,8 +34,8 @@ struct TopTask {
 };
 
 // The projection coefficient a_i = -sum_j d_ij / d_ii over j != i with d_ij < 0, if d_ii > 0, else
-// 0; d_ij = <G_i, G_j> over channel group i. In a conflict, an infinite d_ii gives NaN even if d_ij
-// is finite, because the products of such gradients exceed the range.
+// 0; d_ij = <G_i, G_j> over channel group i. In a conflict, an infinite d_ii, i.e. an overflow,
+// gives NaN even if d_ij is finite.
 CS_HOST_DEVICE_INLINE double projection_coefficient(const double* d_i, int tasks, int i) {
   double coefficient = 0;
   for (int j = 0; j < tasks; ++j)

@@ -19,7 +19,7 @@ namespace cs_kernels::solvers {
 struct OneLane {
   CS_HOST_DEVICE static constexpr int lane() { return 0; }
   CS_HOST_DEVICE static constexpr int lanes() { return 1; }
-  // A part of a team is a warp, which can solve its own problems.
+  // On a GPU, a part of a team is a warp; each part can solve a different problem.
   CS_HOST_DEVICE static constexpr int part() { return 0; }
   CS_HOST_DEVICE static constexpr int parts() { return 1; }
   CS_HOST_DEVICE static void sync() {}
@@ -105,7 +105,8 @@ struct Matrix {
   CS_HOST_DEVICE double& operator()(int i, int j) const { return row(i)[j]; }
 };
 
-// Solves L y = b in place, for a lower triangular L. Lanes are synchronized before and after.
+// Solves L y = b in place, for a lower triangular L. Lanes must be synchronized before the call,
+// and are afterwards.
 template <class Team>
 CS_INLINE_SOLVER void solve_lower(const Team& team, const Matrix& factor, int n, double* x) {
   for (int j = 0; j < n; ++j) {

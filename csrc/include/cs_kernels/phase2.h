@@ -68,10 +68,10 @@ void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows
                    std::int64_t* priority);
 
 // Phase 2 (Algorithm 1) of all tensors. Reads each weight and gradient once and writes the update
-// once; rows of channel groups in conflict are revisited while in cache.
+// once; rows of channel groups in conflict are revisited, usually while in cache.
 void phase2(const Phase2Arguments& arguments, int threads);
 
-// The same in two calls, for given priorities. Between the calls, the products can be summed over
+// Phase 2 in two calls, for given priorities. Between the calls, the products can be summed over
 // devices that hold shards of the gradients. phase2_products reads the gradients once, and writes
 // the plain sum and the products. phase2_apply adds a_i * G_i to the rows of channel groups in
 // conflict, with two reads and a write.

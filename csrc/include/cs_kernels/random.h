@@ -37,7 +37,7 @@ struct RandomWords {
 
   CS_HOST_DEVICE_INLINE RandomWords(std::uint64_t key, std::uint64_t index)
       : RandomWords(splitmix64(key + (index >> 32))) {}
-  // The key of a range of 2^32 indices.
+  // `of_range` is the key of a range of 2^32 indices.
   CS_HOST_DEVICE_INLINE explicit RandomWords(std::uint64_t of_range)
       : low(static_cast<std::uint32_t>(of_range)),
         high(static_cast<std::uint32_t>(of_range >> 32)) {}

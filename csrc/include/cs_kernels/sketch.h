@@ -30,8 +30,7 @@ struct SketchTensor {
   const void* data; // dense
   std::int64_t size;
   std::int64_t index; // the first element's index
-  // weight * data is written or, with `add`, added to `update`, which is null or dense, and may be
-  // `data`.
+  // Null, or a dense output, which may be `data`: weight * data is written or, with `add`, added.
   void* update;
   double weight;
   bool add;

@@ -26,17 +26,17 @@ constexpr double kRidge = 1e-12;     // on the diagonal of the correlations
 constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed gradients finite
 constexpr double kNashStop = 1e-9;   // Nash-MTL stops below this Newton decrement
 constexpr double kNashFull = 0.25;   // Newton steps are full below this decrement
-constexpr double kSlope = 1e-14;     // a slope is zero up to this share of its absolute terms
-constexpr double kStationary = 1e10; // above this 1 / |min-norm point|^2, no direction descends
-constexpr double kZeroSum = 1e-12;   // a sum of weights is zero up to this share of absolute values
-constexpr double kNoCosine = 1e-20;  // ConFIG's squared length per task is zero up to this
+constexpr double kSlope = 1e-14;     // slopes up to this share of their absolute terms are zero
+constexpr double kStationary = 1e10; // Pareto-stationary above this 1 / |min-norm point|^2
+constexpr double kZeroSum = 1e-12;   // weights' sum is zero up to this share of their absolute sum
+constexpr double kNoCosine = 1e-20;  // ConFIG's mean squared cosine up to this is zero
 constexpr double kEpsilon = 2.220446049250313e-16;
 constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step times power
 constexpr double kFairFull = 0.1;         // Newton steps are full below this relative step
 constexpr double kFairLeast = 1e-290;     // smallest right-hand side, relative to the greatest
 constexpr double kFairMost = 1e100;       // cap on the inverse curvature, practically infinite
 constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target cosine
-constexpr double kVanished = 1e-7;        // GradVac stops at this share of a gradient's length
+constexpr double kVanished = 1e-7;        // GradVac: gradients vanish at this share of their length
 
 // Doubles that UPGrad needs in the workspace per part of a team: a matrix and several vectors.
 CS_INLINE_SOLVER constexpr int part_size(int tasks) {
@@ -110,7 +110,7 @@ struct Correlations {
 // Minimizes 1/2 x'Cx - f'x over x >= 0 by Lawson and Hanson's active-set method, starting at zero.
 // The Cholesky factor of the free entries' C gains rows one by one; rotations remove a row.
 struct NonNegative {
-  int* state;   // kFixed, kFree or kTried (freed and immediately blocked since x last changed)
+  int* state;   // kFixed, kFree, or kTried: cannot be freed before x changes
   int* indices; // of the free entries, in the order of the factor's rows
   double* z;
   Matrix factor;
@@ -122,8 +122,8 @@ struct NonNegative {
       : state(workspace.integers(size)), indices(workspace.integers(size)),
         z(workspace.numbers(size)), factor(size, workspace) {}
 
-  // Frees entry i, unless its row of C is linearly dependent on the free rows due to rounding. `z`
-  // is workspace.
+  // Frees entry i, unless rounding makes its row of C linearly dependent on the free rows. `z` is
+  // workspace.
   template <class Team> CS_HOST_DEVICE bool grow(const Team& team, const Correlations& c, int i) {
     const int n = free_entries;
     for (int k = team.lane(); k < n; k += team.lanes())
@@ -290,8 +290,8 @@ CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& 
       });
 }
 
-// GradVac (Wang et al. 2021): if the cosine of two gradients is below its target, enough of the
-// other original gradient is added to reach the target. The targets are moving averages of the
+// GradVac (Wang et al. 2021): if a gradient's cosine with another original gradient is below its
+// target, adds enough of the latter to reach the target. The targets are moving averages of the
 // cosines.
 template <class Team>
 CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options& options,
@@ -469,9 +469,9 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
     weights[correlations.task[i]] += x[i] / correlations.length[i];
 }
 
-// The length of a Newton step that roughly minimizes NashMTL's objective along the step. shares:
-// step / v. A damped Newton method in one dimension keeps every 1 - length * share positive, and
-// therefore v.
+// The length of a Newton step that roughly minimizes Nash-MTL's objective along the step. shares:
+// step / v. A damped Newton method in one dimension keeps every 1 - length * share, and therefore
+// every v, positive.
 template <class Team>
 CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int n,
                                     double decrement) {
@@ -544,7 +544,7 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
   }
 }
 
-// NashMTL (Navon et al. 2022): the a > 0 with G a = 1 / a. A zero gradient has weight 0.
+// Nash-MTL (Navon et al. 2022): the a > 0 with G a = 1 / a. A zero gradient has weight 0.
 template <class Team>
 CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options&, double* weights,
                                Workspace workspace) {
@@ -592,9 +592,9 @@ CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, cons
 // FairGrad (Ban and Ji 2024): the w > 0 with G w = w^-p, where p = 1 / alpha. With w = v / d this
 // becomes C v = b v^-p, where b = d^(p-1). For p >= 1 the unknown is v, which minimizes
 // 1/2 v'Cv + sum b v^(1-p) / (p-1). For p < 1 the unknown is s = C v, which minimizes
-// 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), where k = b^alpha; its Newton steps need no
-// inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
-// converges fast, and NashMTL's solution is a feasible start for both.
+// 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), where k = b^alpha; Newton steps do not need C^-1.
+// Both objectives grow without bound as an unknown approaches zero, so Newton's method converges
+// fast, and Nash-MTL's solution is a feasible start for both.
 template <class Team>
 CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Options& options,
                                 double* weights, Workspace workspace) {
@@ -631,7 +631,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   }
   square = team.sum(square);
   sum = team.sum(sum);
-  // Starts at the best multiple of NashMTL's solution.
+  // Starts at the best multiple of Nash-MTL's solution.
   const double scale = n > 0 ? std::pow(sum / square, 1 / (1 + power)) : 1;
   team.sync();
   for (int i = team.lane(); i < n; i += team.lanes()) {
@@ -729,7 +729,7 @@ CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, dou
 
 // ConFIG (Liu et al. 2024): the update has the same cosine to every gradient, and its length is the
 // sum of the gradients' components along it. If no direction has equal cosines, the least-squares
-// direction is used; if that vanishes too, the weights are zero.
+// direction is used; if it vanishes, the weights are zero.
 template <class Team>
 CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
@@ -757,8 +757,8 @@ CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&,
 }
 
 // IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
-// sum to one. If this leaves a choice, weights times lengths have the smallest norm; if the weights
-// cannot sum to one, they are zero.
+// sum to one. If several weights qualify, the norm of weights times lengths is minimal; if the
+// weights cannot sum to one, they are zero.
 template <class Team>
 CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {

@@ -22,10 +22,10 @@ std::size_t gramian_memory(std::int32_t tasks);
 struct PlannedGradient {
   std::int64_t size; // in elements
   std::int64_t group;
-  std::int64_t first_item; // of the group
+  std::int64_t first_item; // index of the group's first item
   std::int64_t group_items;
   std::int64_t tiles;       // per item
-  std::int64_t first_index; // of the tensor's elements, for sign dropping
+  std::int64_t first_index; // index of the first element, for sign dropping
 };
 
 enum GradientCallField : std::int32_t {

@@ -17,8 +17,8 @@ struct Phase2Tiling {
   std::int64_t most_units;        // per segment
   std::int64_t energy_elements;   // per ENERGY item, approximately
   std::int64_t least_energy_rows; // per ENERGY item
-  std::int64_t least_items;       // SUM items per multiprocessor before items grow
-  std::int64_t lag; // SUM items per multiprocessor from a layer's last one to its PROJECT items
+  std::int64_t least_items;       // minimum per multiprocessor; SUM items grow only above it
+  std::int64_t lag; // SUM items per multiprocessor from a layer's last SUM to first PROJECT item
   std::int64_t project_sums; // SUM items per PROJECT item
 };
 Phase2Tiling phase2_tiling(DataType type);
@@ -31,10 +31,10 @@ std::size_t phase2_memory(std::int32_t tasks);
 struct PlannedTensor {
   std::int64_t rows;
   std::int64_t length;   // of a row
-  std::int64_t channels; // of a group
+  std::int64_t channels; // rows per convolution group
   std::int64_t inner;
   std::int64_t segment;      // in elements
-  std::int64_t row_segments; // of a row; the last one may be shorter
+  std::int64_t row_segments; // per row; the last one may be shorter
   std::int64_t size;         // in segments
   std::int64_t kernel_size;
   std::int64_t layer;     // -1 for a tensor without prioritized channels

@@ -7,9 +7,9 @@
 
 namespace cs_kernels::cuda {
 
-// Adds a tensor's elements, with pseudorandom signs, to sketch [bins]. Reads every element once;
-// reads and writes the sketch once. Writes every element of an update, if there is one, and with
-// `add` reads it first.
+// Adds a tensor's elements, with pseudorandom signs, to sketch [bins]. With an update, also writes
+// weight * data to it or, with `add`, adds it. Reads every element once, reads and writes the
+// sketch once, and writes the update once; with `add`, also reads it once.
 struct SketchLaunch {
   DataType type;
   const void* data; // dense
@@ -18,7 +18,7 @@ struct SketchLaunch {
   std::uint64_t key;
   float* sketch;
   std::int64_t bins;
-  void* update; // where the elements times the weight go, or null; dense; may be `data`
+  void* update; // null or dense; may be `data`
   const double* weight;
   bool add; // to `update`
 };

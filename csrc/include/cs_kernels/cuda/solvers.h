@@ -9,10 +9,10 @@
 
 namespace cs_kernels::cuda {
 
-// Bytes of shared memory of a block.
+// Bytes of shared memory per block.
 std::size_t solver_memory(std::int32_t tasks);
 
-// Reads K * K numbers and writes K for each Gramian.
+// Reads K * K numbers and writes K per Gramian.
 Status solve(const SolverArguments& arguments, Stream stream);
 
 } // namespace cs_kernels::cuda
