@@ -393,6 +393,7 @@ def test_ranks_with_other_groups_raise(rank: int) -> None:
     ("what", "noticed"),
     [
         *(("state", 64), ("parameter", 64), ("loaded", 5), ("a loaded state", 6)),
+        ("complex parameter", 64),
         ("equal options", None),
     ],
 )
@@ -400,11 +401,15 @@ def test_ranks_with_other_groups_raise(rank: int) -> None:
 def test_ranks_that_drift_raise(rank: int, what: str, noticed: int | None) -> None:
     """`noticed` is the latest step that may raise; equal options may differ in type."""
     trunk = nn.Linear(3, 3)
+    phases = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    if "complex" in what:
+        trunk.register_parameter("phases", phases)
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
     opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)
 
     def loss(task: str) -> Tensor:
-        return trunk(torch.ones(2, 3)).square().mean()
+        y = trunk(torch.ones(2, 3))
+        return (y * phases if "complex" in what else y).abs().square().mean()
 
     for step in range(70):
         if what == "equal options":
@@ -415,6 +420,8 @@ def test_ranks_that_drift_raise(rank: int, what: str, noticed: int | None) -> No
             adam.state[trunk.weight]["exp_avg"].add_(1)
         if rank == 0 and what in ("parameter", "loaded") and step == 5:
             trunk.bias.data.add_(1)
+        if rank == 0 and what == "complex parameter" and step == 5:
+            phases.data.add_(1j)
         if "loaded" in what and step == 5:
             opt.load_state_dict(opt.state_dict())
         try:

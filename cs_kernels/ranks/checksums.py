@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cs_kernels.gradients import as_real
 from cs_kernels.torch_internals.fsdp import is_sharded, local_shard, rows_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,9 +22,8 @@ def checksums(held: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[str, 
             first, last = rows_of(values)
             name = f"{name}[{first}:{last}]"
             values = local_shard(values)
-        bits = _INTEGERS.get(values.itemsize)
-        if bits is not None and not values.is_complex():
-            sums[name] = values.view(bits).sum(dtype=torch.int64)
+        values = as_real(values)
+        sums[name] = values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64)
     by_device: dict[torch.device, list[str]] = {}
     for name, total in sums.items():
         by_device.setdefault(total.device, []).append(name)
