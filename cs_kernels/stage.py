@@ -9,11 +9,12 @@ from cs_kernels.step import Losses, Step
 class Stage(IntEnum):
     """The position of a group of backward passes within a step.
 
-    At the start of a call, ranks compare their first stages. The legal transitions:
+    At the start of a call, ranks compare their first stages (with `features=`: WHOLE, and the
+    number of features). The legal transitions:
 
-        step            TURN -> TURN ... (Phase 1)      JOINT (Phase 2)
-        backward        WHOLE                           FIRST -> MIDDLE ... -> LAST
-        features=       HEADS -> TRUNK
+        step, step_together     TURN -> TURN ... (Phase 1)      JOINT (Phase 2)
+        backward                WHOLE                           FIRST -> MIDDLE ... -> LAST
+        features=               HEADS -> TRUNK
     """
 
     TURN = 0

@@ -350,7 +350,7 @@ def test_ranks_that_disagree_raise(rank: int, change: str | dict[str, Any], mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("parameters", "trunk.3.bias of rank 1 differs from that of rank 0.*same seed"),
+        ("parameters", "trunk.3.bias of rank 1 differs from rank 0's.*same seed"),
         ("epoch", r"epoch \(set by start_epoch\): rank 0 has 1, rank 1 has 0"),
         ("group", "parameters in the optimizer: rank 0 has 49, rank 1 has 50"),
         ("frozen", r"a gradient: rank 0 has \('3.weight', True, .*, rank 1 has \(.*False"),

@@ -15,13 +15,15 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 
 from cs_kernels.engine.stacked.task_layers import is_task_layer
-from cs_kernels.torch_internals.autograd import edge_of, hooked, is_leaf
+from cs_kernels.torch_internals.autograd import edge_of, has_hooks, hooked, is_leaf
+from cs_kernels.torch_internals.compile import is_compiled
 from cs_kernels.torch_internals.ddp import FLAGS
 from cs_kernels.torch_internals.memory import (
     is_in_foreign_memory,
     lone_holders,
     may_be_overwritten,
 )
+from cs_kernels.torch_internals.optimizers import step_hooks
 
 pytestmark = pytest.mark.loop
 
@@ -203,6 +205,36 @@ def test_parts_of_process_groups() -> None:
 def test_hooks_of_all_modules() -> None:
     message = CHANGED.format("trunk/watcher.py", "forward hooks of all modules")
     assert hasattr(nn_module, "register_module_forward_pre_hook"), message
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_modules() -> None:
+    module = nn.Linear(2, 2)
+    message = CHANGED.format("torch_internals/compile.py", "the marks of compiled modules")
+    assert not is_compiled(module), message
+    assert is_compiled(torch.compile(module)), message
+    module.compile()
+    assert is_compiled(module), message
+
+
+def test_hooks_of_optimizers() -> None:
+    sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    hooks = [print, repr]
+    sgd.register_step_pre_hook(hooks[0])
+    sgd.register_step_post_hook(hooks[1])
+    message = CHANGED.format("torch_internals/optimizers.py", "the hooks of a step")
+    assert [*step_hooks(sgd)] == hooks, message
+
+
+def test_hooks_of_gradients() -> None:
+    message = CHANGED.format("torch_internals/autograd.py", "the hooks of a tensor")
+    x = torch.ones(2, requires_grad=True)
+    assert not has_hooks(x), message
+    for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+        handle = register(print)
+        assert has_hooks(x), message
+        handle.remove()
+        assert not has_hooks(x), message
 
 
 def test_gradients_that_nodes_take() -> None:

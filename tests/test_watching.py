@@ -28,7 +28,7 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 NOTHING = "no task-specific normalization takes its output"
-OTHERS = "norm normalizes another dimension than its channels"
+OTHERS = "norm normalizes a dimension other than the channels"
 
 
 def opposed(y: Tensor, task: str) -> Tensor:
@@ -103,7 +103,7 @@ PAIRS: list[tuple[Callable[[Any, Tensor], Tensor], nn.Module, nn.Module, Sequenc
     # BatchNorm1d normalizes dimension 1, which a Linear does not change, even if sizes agree.
     (direct, LINEAR, nn.BatchNorm1d(5), (4, 5, 3), OTHERS),
     (direct, LINEAR, BN, (4, 8, 3), OTHERS),
-    (direct, LINEAR, Doubled(16), (4, 3), "norm does not have the 8 channels of its outputs"),
+    (direct, LINEAR, Doubled(16), (4, 3), "norm does not have the 8 channels of the layer"),
     (direct, LINEAR, PARAMETRIZED, (4, 3), "norm has a scale that is not a parameter"),
     (
         direct,

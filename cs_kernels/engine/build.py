@@ -78,18 +78,10 @@ def build_engine(
             check_held(inner, shared, set(optimizers.held()), weighting)
             if scaler is not None and scaler.is_enabled():
                 optimizers.check_scales()
-            known = Trunk(inner, names, ranks.reach, optimizers.held, overrides, wrappers.take)
-            engine = Engine(
-                known,
-                optimizers,
-                ranks,
-                method,
-                schedule,
-                weighting,
-                scaler,
-                backward,
-                check_passes=check_passes,
-            )
+            reach, held = ranks.reach, optimizers.held
+            known = Trunk(inner, names, reach, held, overrides, wrappers.take)
+            parts = known, optimizers, ranks, method, schedule, weighting, scaler, backward
+            engine = Engine(*parts, check_passes=check_passes)
         _agree(engine)
     except BaseException:
         ranks.close()

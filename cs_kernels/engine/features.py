@@ -1,12 +1,10 @@
 """The features of a call of `backward`: graph checks, gradients, the passes of heads and trunk."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.errors import described
@@ -20,8 +18,10 @@ from cs_kernels.torch_internals.autograd import (
     current_pass,
     edge_of,
     hooked,
+    is_custom,
     is_leaf,
     walk,
+    without_hooks,
 )
 from cs_kernels.trunk.layers import Coverage, Layout
 
@@ -114,19 +114,6 @@ def _check_computed(features: Iterable[Tensor]) -> None:
             )
 
 
-@contextlib.contextmanager
-def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
-    """Disables the features' hooks, such as `fully_shard`'s, which belong to the trunk's pass."""
-    hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in features if z._backward_hooks]
-    for of_feature, _ in hooks:
-        of_feature.clear()  # In place, because the graph reads this dictionary.
-    try:
-        yield
-    finally:
-        for of_feature, kept in hooks:
-            of_feature.update(kept)
-
-
 def _accumulating(loss: Tensor, leaves: Mapping[Tensor, Any]) -> Hooks:
     """Hooks that add gradients of leaves to `.grad` as soon as autograd computes them."""
     passes: list[int] = []
@@ -217,7 +204,7 @@ class Features:
                     f" but features[{i}] depends on features[{self._edges[other]}]"
                 )
             # A `torch.autograd.Function`, such as reentrant checkpointing, can hide parameters.
-            hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
+            hidden = any(map(is_custom, (node, *reached.nodes)))
             # Whether this feature's graph shares nodes with an earlier feature's.
             joins = not nodes.isdisjoint(reached.nodes)
             if not (hidden or joins) and self._shared.keys().isdisjoint(reached.leaves):
@@ -283,7 +270,7 @@ class Features:
         """
         heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
         self._check_shared(heads)
-        with _without_hooks(self._features):
+        with without_hooks(self._features):
             checks.check_repeatable(losses, self._features)
         inner = {task: head.inner for task, head in heads.items()}
         for task, loss in losses.items():
@@ -291,7 +278,7 @@ class Features:
             # Frees nodes that no later head needs; the trunk's nodes do not run.
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
-            with _without_hooks(self._features), hooked(_accumulating(loss, leaves)):
+            with without_hooks(self._features), hooked(_accumulating(loss, leaves)):
                 # `backward(inputs=...)` would also run the node that computed a feature.
                 grads = torch.autograd.grad(
                     loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True

@@ -12,7 +12,7 @@ from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described, first_of
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Step
-from cs_kernels.torch_internals.autograd import hooked, reached_parameters
+from cs_kernels.torch_internals.autograd import has_hooks, hooked, reached_parameters
 from cs_kernels.torch_internals.fsdp import (
     all_sharded_modules,
     is_sharded,
@@ -231,7 +231,7 @@ class LossGraph:
             return False
         held = self._trunk.held()
         # Hooks expect one call per task, and may be unable to read a batched gradient.
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in held):
+        if any(map(has_hooks, held)):
             return False
         if self._hides_leaves:
             self._refuse_batches("a function in the graph may hide parameters")
@@ -430,7 +430,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
         for task, loss in losses.items()
     }
     for task, loss in checked.items():
-        if loss.is_leaf and loss._backward_hooks:
+        if loss.is_leaf and has_hooks(loss):
             raise _made_by_hook(task)
     return checked
 

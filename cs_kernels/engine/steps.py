@@ -1,10 +1,11 @@
-"""Every way to make a step, from the call to the torch optimizers: the file to read first.
+"""`step` and `backward`, from the call to the torch optimizers: the file to read first.
 
 A call checks its arguments, and the ranks agree on the call (`begin`). Backward passes then leave
 each task's gradients in a row, or add them up in `.grad`, stage by stage (`stage.py`); the method
 combines the rows (`surgery`); everything that can fail is computed before the torch optimizers step
-(`finish`). An exception undoes the stage in which it is raised. `step_together` is in `stacked/`,
-and captured steps, which record `run_step`, in `captured.py`.
+(`finish`). An exception undoes the stage in which it is raised. The two
+other ways to make a step build on this file: `stacked/together.py` runs the same operations of the
+engine around a single forward pass, and `captured.py` records `run_step`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -120,7 +121,7 @@ def backward(engine: Engine, losses: object, *, update: bool, batched: bool) -> 
         stage = begin_update(engine, update=update)
         tasks = engine.begin(chosen, 2, stage, passes=passes_needed(engine, given))
         with engine.undone_on_error("cs_kernels.backward"):
-            step = engine.accumulation.step or engine.new_step(tasks, 2, more=not update)
+            step = engine.accumulation.step or engine.new_step(tasks, 2, more=stage.is_open)
             passes = Passes(step, tasks, stage, separate=engine.separates(step))
             return _made(engine, passes, given, batched=batched)
 

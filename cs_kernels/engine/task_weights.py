@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from cs_kernels.torch_internals.autograd import (
     Hooks,
+    is_custom,
     is_leaf,
     is_reentrant,
     makes_gradients,
@@ -102,7 +102,7 @@ def find_one_pass(
         return None
     tasks, parents = _tasks_of_nodes(roots)
     leaves = {node.variable: node for node in tasks if is_leaf(node)}
-    functions = {node for node in tasks if isinstance(node, BackwardCFunction)}
+    functions = {node for node in tasks if is_custom(node)}
     if any(map(is_reentrant, functions)):
         return None
     if any(makes_gradients(leaf) for leaf in leaves):

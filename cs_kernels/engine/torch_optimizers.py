@@ -11,6 +11,7 @@ from torch import nn
 
 from cs_kernels.errors import described
 from cs_kernels.torch_internals.fsdp import is_sharded
+from cs_kernels.torch_internals.optimizers import step_hooks
 
 
 class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
@@ -80,8 +81,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
     def hooks(self) -> Iterator[object]:
         """The hooks of the torch optimizers' steps, which may clip gradients."""
         for one in self:
-            yield from getattr(one, "_optimizer_step_pre_hooks", {}).values()
-            yield from getattr(one, "_optimizer_step_post_hooks", {}).values()
+            yield from step_hooks(one)
 
     def step(self, scaler: torch.amp.GradScaler | None) -> None:
         """Steps each torch optimizer; a scaler skips the step if a gradient is non-finite."""

@@ -49,7 +49,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
     Raises:
         ValueError: `tasks` is invalid, or the module has no batch normalization, contains a lazy
             module that has not run, or is already converted for other tasks.
-        TypeError: `module` is not a torch module, or `tasks` not a sequence of strings.
+        TypeError: `module` is not a torch module, or `tasks` is not a sequence of strings.
 
     """
     names = check_tasks(tasks)
@@ -224,7 +224,7 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
             norm.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # Statistics are means over all batches.
+            norm.momentum = None  # Makes the statistics means over all batches.
         with active_task(trunk, task):
             for batch in loader:
                 trunk(batch[0] if isinstance(batch, list | tuple) else batch)

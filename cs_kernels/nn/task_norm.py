@@ -42,7 +42,7 @@ class TaskBatchNorm(nn.Module):
         norms: The normalization of each task.
 
     Raises:
-        ValueError: A task has the name of a module attribute.
+        ValueError: There is no task, or a name is empty, has a dot, or is a module attribute.
 
     """
 

@@ -19,10 +19,10 @@ from cs_kernels.ranks.collectives import all_gather, all_reduce, reduce_scatter
 from cs_kernels.ranks.pieces import ChannelArray, channel_array
 
 BUCKET_BYTES = 25 << 20
-"""The same size as in DistributedDataParallel: large enough to use the network's bandwidth."""
+"""The same size as in DistributedDataParallel: large enough to use the interconnect's bandwidth."""
 
 _ALIGNMENT = 16
-"""In bytes; kernels use vector loads on aligned parts."""
+"""In bytes; aligned parts allow vector loads in kernels."""
 
 
 class _Work(Protocol):
@@ -71,7 +71,7 @@ class Buckets:
         self._part: list[int] = []
         """For each bucket: the number of elements per part."""
         self._parameters = parameters
-        # Backward passes reach the last parameters first.
+        # In reverse, because backward passes reach the last parameters first.
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, parameter in reversed(parameters.items()):
             kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
@@ -136,7 +136,7 @@ class Buckets:
         return parts[slot.bucket][start + slot.first : start + slot.last]
 
     def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """All ranks' parts in new memory, as a tensor per parameter."""
+        """Gathers all ranks' parts into new memory; returns a tensor per parameter."""
         wholes = [torch.empty_like(flat) for flat in self.flat]
         pairs = zip(wholes, parts, strict=True)
         works = [all_gather(w, part, group=self._group, async_op=True) for w, part in pairs]
@@ -151,7 +151,7 @@ class Buckets:
         }
 
     def flat_of(self, i: int, tensor: Tensor) -> Tensor:
-        """The elements of a tensor in a parameter's shape, flat, in the order of the bucket."""
+        """Flattens a tensor of a parameter's shape, in the order of the parameter's bucket."""
         view = self.views[i]
         if tensor.stride() != view.stride():
             tensor = torch.empty_like(view).copy_(tensor)
@@ -250,7 +250,7 @@ class Overlap:
         """Announces the last backward pass before the gradients are sent.
 
         Args:
-            kind: Passes of the same kind usually accumulate the same gradients.
+            kind: The kind of pass; passes of one kind usually accumulate the same gradients.
             members: The parameters in each bucket.
             send: Called to send a bucket.
 
@@ -267,8 +267,8 @@ class Overlap:
     def accumulated(self, i: int) -> None:
         """Called after a gradient was accumulated into `.grad`."""
         if self._send is not None:
-            # Sends before it counts this parameter, so that the parameter's other hooks run before
-            # its bucket is sent.
+            # Sends buckets before this parameter is counted, so that the parameter's other hooks run
+            # before its bucket is sent.
             while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
                 self._send(self._order[self._sent])
                 self._sent += 1
@@ -277,7 +277,7 @@ class Overlap:
         self._seen[i] += 1
 
     def finish(self, kind: object, send: Callable[[int], None]) -> None:
-        """Sends the remaining buckets."""
+        """Records the counts of this pass, and sends the remaining buckets."""
         self._send = None
         if self._seen:
             self._known[kind] = self._known.get(kind, Counter()) | self._seen

@@ -13,7 +13,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksums(held: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[str, int]:
-    """By parameter name (with the rows of a shard): the sum of the values' bits as integers."""
+    """The sum of each parameter's values, with their bits read as integers, by parameter name.
+
+    The name of a sharded parameter ends with the range of rows in this rank's shard.
+    """
     sums: dict[str, Tensor] = {}
     for n, parameter in enumerate(held):
         name = names.get(parameter, f"parameter {n} of the optimizer")

@@ -1,4 +1,4 @@
-"""Collectives for every torch version; complex numbers are sent as pairs of real numbers."""
+"""Collectives under their old and new names in torch; complex tensors are sent as real pairs."""
 
 from typing import Any
 
@@ -27,5 +27,5 @@ def reduce_scatter(part: Tensor, flat: Tensor, **options: Any) -> Any:
 
 
 def all_reduce(tensor: Tensor, **options: Any) -> Any:
-    """Sums over the ranks in place."""
+    """Sums a tensor over the ranks, in place."""
     return dist.all_reduce(as_real(tensor), **options)

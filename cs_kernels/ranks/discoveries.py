@@ -25,7 +25,7 @@ class SharedReach(Reach):
         self._of_ranks: Sequence[Mapping[str, list[int]]] = []
         self._is_sent = True
         self.version = 0
-        """Increases when the tasks' reach changes on any rank."""
+        """Increases when the tasks' reach may have changed."""
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class SharedReach(Reach):
         return self._local.get(task, [])
 
     def forget_passes(self) -> None:
-        """Forgets all passes; the next exchange records them anew."""
+        """Forgets all passes; the ranks exchange every task's next pass again."""
         super().forget_passes()
         self._local.clear()  # Old passes must not be recorded again.
 

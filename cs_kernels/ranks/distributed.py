@@ -104,7 +104,7 @@ class Distributed(Ranks):
         compare(self.transport, training.facts(), ValueError)
 
     def close(self) -> None:
-        """Also destroys the process groups that were created for messages."""
+        """Also destroys the process groups that the transport has made."""
         super().close()
         self.transport.close()
 
@@ -141,20 +141,20 @@ class Distributed(Ranks):
         return 1.0 / len(ranks) if self.transport.rank in ranks else 0.0
 
     def share(self, task: str) -> float:
-        """The factor on this rank's loss that makes gradients sum to the mean loss's gradient."""
+        """The factor on this rank's loss that makes gradients sum to the mean loss's gradients."""
         return self.weight(task)
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
-        """Converts float64 losses back to the dtypes in which the passes returned them."""
+        """Converts the float64 losses back to the dtypes of the caller's losses."""
         dtypes, other = self._loss_dtypes, torch.get_default_dtype()
         return {task: losses[task].to(dtypes.get(task, other)) for task in tasks}
 
     def recheck_networks(self) -> None:
-        """Checks in the next steps that all ranks hold the same parameters."""
+        """Checks in the next two steps that all ranks hold the same parameters."""
         self.messages.health.recheck()
 
     def fingerprint(self) -> int:
-        """Prepares the step; returns a checksum of `planned`."""
+        """A checksum of `planned`; a strategy may also prepare the step here."""
         trains = bytes(p.requires_grad for p in self.parameters)
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
@@ -199,7 +199,7 @@ class Distributed(Ranks):
 
     @abstractmethod
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """A tensor for a parameter's `.grad` between two calls whose gradients are summed."""
+        """A tensor for a parameter's `.grad` while its gradients wait in the rows."""
 
     def weight_shard(self, parameter: int) -> Tensor | None:
         """The local elements of a weight, flat; None if every rank has the whole weight."""
@@ -232,7 +232,7 @@ class Distributed(Ranks):
         self._written += parameters
 
     def publish(self) -> None:
-        """Assigns the updates of all ranks to `.grad`."""
+        """Assigns the written updates to `.grad`; all ranks call this together."""
         self.publish_updates(self._written)
         self._written = []
 
@@ -372,7 +372,7 @@ class Distributed(Ranks):
                     self._loss_dtypes[task] = recent[task].dtype
                 recent[task] = numbers[2 * n + k]
                 losses[task] = earlier[task] + recent[task] if task in earlier else recent[task]
-        if self._factor_is_hidden:  # Ranks without passes do not know the factor.
+        if self._factor_is_hidden:  # Ranks without passes do not know the loss scale.
             step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
         means = torch.split(summed[: -len(numbers)], [len(of_kind) for of_kind in flat])
         for (tensors, _), mean in zip(alike, means, strict=True):

@@ -15,7 +15,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Whether a collective of torch.distributed, or waiting for one, raised the error."""
+    """Whether a collective of torch.distributed, or the wait for its result, raised the error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -25,7 +25,7 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 class Failures:
-    """Tells the other ranks about this rank's exceptions, and raises theirs.
+    """Reports this rank's exceptions to the other ranks, and raises RankError for theirs.
 
     Args:
         transport: Carries the messages.
@@ -35,7 +35,7 @@ class Failures:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._started = 0.0
-        """When the step began, in seconds."""
+        """The time at which the step began, in seconds."""
         self._on_all: Exception | None = None
         """The last exception that every rank raises on its own."""
 
@@ -51,7 +51,7 @@ class Failures:
         """Wraps a step.
 
         Args:
-            number: The number of the step.
+            number: Returns the number of the step.
             tell: Tells the other ranks about an exception and the seconds since the step began.
 
         Raises:
@@ -63,7 +63,7 @@ class Failures:
             yield
         except Exception as error:
             if error is self._on_all:
-                self._on_all = None  # Its traceback keeps the step's tensors alive.
+                self._on_all = None  # The traceback would keep the step's tensors alive.
                 raise
             numbers, rank = self._transport.numbers, self._transport.rank
             if _is_of_collective(error):
@@ -91,7 +91,7 @@ class Failures:
             after: The seconds between the start of the step and the exception.
 
         Raises:
-            RankError: Another rank has failed.
+            RankError: Another rank failed first, with a different exception.
 
         """
         mine = None if error is None else (after, text_of(error))

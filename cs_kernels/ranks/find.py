@@ -31,8 +31,8 @@ def find_ranks(
     Raises:
         TypeError: `process_group` is not a process group.
         ValueError: `process_group` does not contain this process, has other ranks than a wrapper of
-            the trunk, or is given for a sharded trunk; or the trunk is sharded by something other
-            than `fully_shard`.
+            the trunk, or is given for a sharded trunk; or the trunk is sharded in part, on several
+            meshes, or in another way than by `fully_shard`.
 
     """
     if not shared:

@@ -1,4 +1,4 @@
-"""Compares checksums of all parameters from time to time: ranks must hold the same network."""
+"""Compares checksums of the parameters from time to time: they must be equal on all ranks."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from cs_kernels.ranks.strategy import RankError
 from cs_kernels.ranks.transport import Transport
 
 _EVERY = 64
-"""Steps between two checks; checks are rare because reading all parameters takes time."""
+"""The number of steps between two checks, which are rare because they read all parameters."""
 
 _FIRST = 2
 """The number of initial steps with a check; the second check shows whether optimizers differ."""
@@ -30,7 +30,7 @@ class Health:
         """The number of coming steps in which the parameters are compared."""
 
     def begin(self, step: int) -> None:
-        """Begins the step with this number."""
+        """Schedules the periodic comparison if it is due in the step with this number."""
         if step % _EVERY == 0:
             self._checks = max(self._checks, 1)
 
@@ -51,11 +51,11 @@ class Health:
             for name, checksum in sums.items():
                 expected, other = first.setdefault(name, (checksum, rank))
                 if expected != checksum:
-                    self.recheck()  # Repeated until the parameters are the same again.
+                    self.recheck()  # Checks again until the parameters are equal.
                     self._failures.raise_on_all(
                         RankError(
                             f"ranks must hold the same parameters: {name} of rank {numbers[rank]}"
-                            f" differs from that of rank {numbers[other]}; load the same checkpoint"
-                            " or set the same seed before the network is built"
+                            f" differs from rank {numbers[other]}'s; load the same checkpoint or set"
+                            " the same seed before the network is built"
                         )
                     )

@@ -1,9 +1,9 @@
 """Messages between ranks about a step: its tasks, failures, and what its passes discovered.
 
 A message is a few numbers that the hosts exchange in a separate gloo group, so no device waits for
-it. A rank sends one message before its first pass of a step and one after each stage's passes,
-before it changes a parameter. All messages have the same form, so a rank that fails reports this in
-its next message.
+it. A rank sends one message at the start of each call, and one after each stage's passes, before it
+changes a parameter. All messages have the same form, so a failed rank can report its failure in
+place of any message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     ranks_of: Mapping[str, Sequence[int]]
     """The ranks that have labels for each task."""
     passes: int = 1
-    """The maximum number of passes on any rank."""
+    """The maximum of `Call.passes` over the ranks."""
 
 
 class Messages:
@@ -42,7 +42,7 @@ class Messages:
     Args:
         transport: Carries the messages.
         tasks: The names of all tasks.
-        strategy: Runs the passes of a step; owns this object.
+        strategy: The strategy for sharing gradients, which owns this object.
 
     """
 
@@ -66,10 +66,11 @@ class Messages:
             raise
 
     def begin(self, tasks: Sequence[str], call: Call) -> None:
-        """Exchanges the tasks of a step and sets `facts`.
+        """Exchanges the tasks of a call, and sets `facts`.
 
         Raises:
-            RankError: Ranks begin different steps, or a rank has failed.
+            RankError: Ranks begin different calls or hold different parameters, no rank has a task,
+                or a rank has failed.
 
         """
         self._call = call
@@ -118,7 +119,7 @@ class Messages:
         error: Exception | None = None,
         after: float = 0.0,
     ) -> list[dict[str, Any]]:
-        """Exchanges a message.
+        """Exchanges one message with every rank.
 
         Raises:
             RankError: Another rank failed before this one.
@@ -141,7 +142,7 @@ class Messages:
             for row in self._transport.exchange(numbers)
         ]
         if any(message["kind"] == "failed" for message in messages):
-            self.health.recheck()  # On some ranks, a torch optimizer may have made its step.
+            self.health.recheck()  # On some ranks, a torch optimizer may already have stepped.
             self.failures.raise_first(self._call.number, error, after)
         return messages
 

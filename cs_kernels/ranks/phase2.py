@@ -25,7 +25,7 @@ class _LayerPieces(NamedTuple):
 
 
 class Plan:
-    """The local pieces of layers, reused in every step because they do not depend on values."""
+    """This rank's pieces of the layers, reused in every step: they do not depend on values."""
 
     def __init__(self, ranks: "Distributed", lists: LayerLists) -> None:
         self.lists = lists
@@ -51,7 +51,7 @@ class Plan:
             dtype=torch.int64,
             device=device,
         )
-        """The layer of each piece."""
+        """The index of each piece's layer."""
         self.pieces_of = torch.tensor(
             [
                 [*range(end - count, end), *[-1] * (width - count)]
@@ -60,14 +60,14 @@ class Plan:
             dtype=torch.int64,
             device=device,
         ).view(-1, width)
-        """The pieces of each layer; -1 for none."""
+        """The indices of each layer's pieces, padded with -1."""
 
 
 def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) -> Tensor:
     """Int64, each layer's [O] concatenated: the priorities of all layers, on every rank.
 
     Args:
-        ranks: The ranks; each has a shard of every weight.
+        ranks: The strategy of the ranks, on which weights are whole or sharded.
         lists: The layers.
         averaged: Whether the running variances are already equal on all ranks.
 
@@ -148,7 +148,8 @@ def phase2_of_shards(
     if piece_updates:
         of_pieces_ = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_pieces_, products])
-    # On a GPU, `index_add_` has no fixed order, so its bits would differ from run to run.
+    # Sums each layer's gathered pieces: on a GPU, `index_add_` would add them in no fixed order, and
+    # the bits of the sums would differ from run to run.
     products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)

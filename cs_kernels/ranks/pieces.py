@@ -1,7 +1,7 @@
 """Cuts a range of a weight's elements into pieces that have output channels as a dimension.
 
 A rank holds a range of each parameter, which may begin and end inside an output channel. The Phase
-2 operators take this range as a few tensors with whole dimensions, whose products add up.
+2 operators take this range as a few tensors, one per piece, whose products add up.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Replicated ranks: each rank has the whole network, and a flat part of each of K gradients.
 
-A task's gradients are reduced and scattered during its backward pass. To update its part, a rank
-needs the other ranks' K x K products but not their gradients; the updated parts are then gathered.
-A rank transfers (K + 1) N elements, where K all-reduces would transfer 2 K N, and stores K N / W +
-N elements for W ranks.
+A task's gradients are reduced and scattered during its backward pass. For its part of the update,
+a rank needs the other ranks' K x K products but not their gradients; the parts of the update are
+then gathered. A rank transfers (K + 1) N elements, where K all-reduces would transfer 2 K N, and
+stores K N / W + N elements for W ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Passes:
 
 
 class Replicated(Distributed):
-    """Each rank holds a flat part of each gradient: a range of the parameter's elements in memory.
+    """Each rank holds a flat part of each gradient: a range of the elements in memory order.
 
     Args:
         shared: The shared parameters, by name.
@@ -83,7 +83,7 @@ class Replicated(Distributed):
     # --- the buckets ---
 
     def _make_buckets(self) -> None:
-        """Makes new buckets if the parameters that require gradients have changed."""
+        """Makes new buckets if requires_grad, dtype, device or strides of a parameter have changed."""
         trains: list[object] = [
             (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
         ]
@@ -265,7 +265,7 @@ class Replicated(Distributed):
         return pattern + tuple(i in self._had for i in range(len(self.parameters)))
 
     def _settle(self, *, adds_up: bool) -> None:
-        """Moves separate parts into the rows, or sums over all tasks into `.grad`."""
+        """Assigns separate parts to the rows, or the sum over all tasks to `.grad`."""
         self._buckets.wait_all()
         if self._passes.separate:
             self._set_reached(self._rows)
@@ -304,7 +304,7 @@ class Replicated(Distributed):
         return super().keep(task, kept, device)
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The parts of a kept row that lie on this rank."""
+        """This rank's parts of a kept row."""
         return [
             None if grad is None else self._buckets.flat_of(i, grad)[slice(*self.span(i))]
             for i, grad in enumerate(super().anchor(kept))
@@ -322,7 +322,7 @@ class Replicated(Distributed):
         return self._buckets.array(parameter, out_channel_dim, groups)
 
     def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
-        """The parts of the buckets that belong to this rank."""
+        """This rank's parts of the updates, in the buckets."""
         del over
         return [cast("Tensor", self._updates[i]) for i in parameters]
 

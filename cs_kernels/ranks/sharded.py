@@ -1,4 +1,4 @@
-"""Sharded ranks: `fully_shard` reduces the gradients, and each rank has some rows of each.
+"""Sharded ranks: `fully_shard` reduces the gradients, and each rank has rows of each gradient.
 
 Along the first dimension of a two-dimensional mesh, the shards are replicated.
 """
@@ -33,7 +33,7 @@ from cs_kernels.torch_internals.fsdp import (
 )
 
 _OF_STEP = Stage.TURN, Stage.JOINT
-"""The stages in which `step` can begin."""
+"""The possible first stages of `step`."""
 
 
 class Sharded(Distributed):
@@ -63,12 +63,12 @@ class Sharded(Distributed):
         groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
         super().__init__(shared, tasks, wrappers, transport, groups)
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
-        self.scale = 1 / self.size  # `fully_shard` averages; `share` accounts for this.
+        self.scale = 1 / self.size  # `share` has a factor W, because `fully_shard` averages.
         self._modules = fsdp_modules(trunk.modules())
         of_trunk = set(self.parameters)
         self._of_norms = [p for p in trunk.parameters() if p not in of_trunk and is_sharded(p)]
         self._resharded: list[tuple[Any, bool]] = []
-        """The groups whose parameters stay unsharded for now, and the user's settings."""
+        """The groups of parameters that stay unsharded for now, each with the user's setting."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The normalizations' gradients that have memory of their own."""
 
@@ -137,7 +137,7 @@ class Sharded(Distributed):
         return self.gradients.put(task, row, unreached)
 
     def note(self, task: str) -> bool:
-        """Records a task's gradients, which stay in `.grad`; returns whether there is any."""
+        """Records a task's gradients, which stay in `.grad`; returns whether there are any."""
         self._keep_norms()
         return super().note(task)
 
@@ -168,7 +168,7 @@ class Sharded(Distributed):
         return tensor
 
     def span(self, parameter: int) -> tuple[int, int]:
-        """The range of this rank's whole rows."""
+        """The range of elements in this rank's rows."""
         weight = self.parameters[parameter]
         first, last = rows_of(weight)
         row = prod(weight.shape[1:])
@@ -181,11 +181,11 @@ class Sharded(Distributed):
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
 
     def weight_shard(self, parameter: int) -> Tensor | None:
-        """The whole rows that this rank holds, flat."""
+        """This rank's rows of a weight, flat."""
         return local_shard(self.parameters[parameter].detach()).flatten()
 
     def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
-        """The rows of the updates that this rank holds."""
+        """This rank's rows of the updates."""
         del over
         return [local_shard(self._update_of(i)) for i in parameters]
 
@@ -208,14 +208,14 @@ class Sharded(Distributed):
     # --- gradients that are kept between steps ---
 
     def saved(self, parameter: int, kept: Tensor | None) -> Tensor:
-        """A parameter's kept gradient, sharded as the parameter is."""
+        """A parameter's kept gradient, sharded like the parameter; zeros if there is none."""
         saved = super().saved(parameter, None)
         if kept is not None:
             local_shard(saved).copy_(kept)
         return saved
 
     def loaded(self, parameter: int, saved: Tensor, device: str | None) -> Tensor:
-        """The shard of a kept gradient, sharded or whole in the checkpoint, on this rank."""
+        """This rank's shard of a kept gradient, which is sharded or whole in the checkpoint."""
         whole = self.parameters[parameter]
         shard = local_shard(saved) if is_sharded(saved) else saved[slice(*rows_of(whole))]
         like = local_shard(whole)

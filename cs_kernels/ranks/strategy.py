@@ -1,4 +1,4 @@
-"""The engine's interface to the ranks that train one network, with its single-process version."""
+"""The engine's interface to the ranks that train one network, implemented for a single process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from cs_kernels.trunk.trunk import Trunk
 
 
 class RankError(RuntimeError):
-    """Another rank failed or differs from this one; all ranks raise this error in the same step."""
+    """Another rank failed, or the ranks differ; every rank raises an exception in the same step."""
 
 
 class Call(NamedTuple):
-    """The facts of a step that a rank sends; all but `passes` must be equal on all ranks."""
+    """The facts of a call that each rank sends; all but `passes` must be equal on all ranks."""
 
     number: int
     """The number of steps made before this one."""
     phase: int
     epoch: int
-    """-1 if there is none."""
+    """-1 before the first `start_epoch`."""
     held: int
-    """The number of parameters in the torch optimizer."""
+    """The number of parameters in the torch optimizers."""
     stage: int
     """The first `Stage` of the call."""
     features: int
-    """The number of features."""
+    """The number of feature tensors; 0 without features."""
     passes: int
-    """The number of micro-batches; in `backward`, the number of passes with kept task weights."""
+    """In `step`, the number of micro-batches. In `backward`, the number of backward passes if it must
+    be equal on all ranks, otherwise 1."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Training:
     """The trunk, and the values that ranks compare before the first step and in every step."""
 
     facts: Callable[[], Mapping[str, object]]
-    """Descriptions of the arguments, by name."""
+    """Returns descriptions of the setup, by name."""
     trunk: Trunk
     """The trunk, whose discoveries are merged over the ranks."""
     planned: Callable[[], dict[str, list[object]]]
-    """Settings of the next step that may change between steps, by name."""
+    """Returns settings of the next step that may change between steps, by name."""
     checksums: Callable[[], dict[str, int]]
-    """By parameter name, a number that changes with the parameter's values."""
+    """Returns, by parameter name, a number that changes with the parameter's values."""
     factor_is_hidden: bool
     """Whether the loss scale is visible only in the backward passes."""
 
@@ -73,11 +74,11 @@ class Ranks(Storage):
     size = 1
     is_distributed = False
     passes_are_counted = False
-    """Whether every backward pass has collectives, so that all ranks need the same number."""
+    """Whether every backward pass has collectives, so that all ranks need equally many passes."""
     passes = 1
     """The maximum of `Call.passes` over the ranks, once a step has begun."""
     scale = 1.0
-    """The factor by which the sum of the ranks' gradients must still be multiplied."""
+    """The factor of gradients that `fully_shard` does not average: 1 over the factor in `share`."""
 
     def __init__(
         self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
@@ -99,7 +100,7 @@ class Ranks(Storage):
         return contextlib.nullcontext()
 
     def agree(self, training: Training) -> None:
-        """Checks that all ranks have the same setup; keeps what is compared in each step."""
+        """Checks that all ranks have the same setup; keeps the functions that each step compares."""
 
     def close(self) -> None:
         """Re-enables the reductions of DistributedDataParallel wrappers."""
@@ -122,7 +123,7 @@ class Ranks(Storage):
         return True
 
     def share(self, task: str) -> float:
-        """The share of this rank's loss in the mean loss over the ranks with labels."""
+        """The factor on this rank's loss that makes reduced gradients equal the mean loss's."""
         del task
         return 1.0
 
@@ -131,11 +132,11 @@ class Ranks(Storage):
         return tensor
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
-        """The losses of these tasks, in the form that the caller gets."""
+        """The losses of these tasks, as `step` and `backward` return them."""
         return {task: losses[task] for task in tasks}
 
     def recheck_networks(self) -> None:
-        """Checks in the next step that all ranks hold the same parameters."""
+        """Checks in the next two steps that all ranks hold the same parameters."""
 
     # --- the passes of a stage ---
 
@@ -151,11 +152,11 @@ class Ranks(Storage):
         """Announces a task's last backward pass."""
 
     def collect(self, task: str) -> bool:
-        """Moves a task's gradients out of `.grad`; returns whether there is any."""
+        """Moves a task's gradients out of `.grad`; returns whether there were any."""
         return self.gradients.collect(task)
 
     def note(self, task: str) -> bool:
-        """Records a task's gradients, which stay in `.grad`; returns whether there is any."""
+        """Records a task's gradients, which stay in `.grad`; returns whether there are any."""
         return self.reach.note_gradients(task)
 
     def skip(self, task: str) -> None:
@@ -174,4 +175,4 @@ class Ranks(Storage):
         """Forgets the discoveries of earlier passes, because different parameters may train now."""
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
-        """Restores the state of parameters from before a failed step."""
+        """Cleans up the state of the parameters after a failed step."""

@@ -1,4 +1,4 @@
-"""Sends messages from rank to rank, over groups of hosts that form a ring or a grid."""
+"""Exchanges messages between the ranks' hosts, in a ring or along the rows and columns of a grid."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ ring of W ranks has W - 1 sequential hops; a square grid has 2 (sqrt(W) - 1)."""
 
 
 def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError if a new group's name would differ between ranks, which deadlocks."""
+    """Raises RuntimeError if a new group's name would differ between ranks, which would deadlock."""
     number = number_of_groups(counted=names_are_counted(dist.get_world_size(group)))
     count = torch.tensor([number], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
@@ -32,7 +32,7 @@ def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def grid_rows(ranks: int) -> int:
-    """The number of rows of the grid of ranks that is closest to a square."""
+    """The number of rows of the most nearly square grid; 1, a ring, for few ranks."""
     if ranks < _GRID_FROM:
         return 1
     return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
@@ -43,7 +43,7 @@ class Transport:
 
     Args:
         numbers: The numbers of the ranks in the default group, in order.
-        group: A group of these ranks; its timeout is used.
+        group: A process group of these ranks, which sets the timeout.
         device: The device of the group's collectives.
 
     Raises:
@@ -62,7 +62,8 @@ class Transport:
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())
         self.size = len(self.numbers)
-        # A failed rank waits in these groups while other ranks still wait for it in collectives.
+        # Longer than the group's timeout, because a failed rank waits for an answer to its message
+        # while other ranks still wait for it in collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
@@ -87,7 +88,7 @@ class Transport:
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str
     ) -> dist.ProcessGroup:
-        """Makes a group of these ranks, for use until `close`; all of them must call this."""
+        """Makes a group of these ranks, for use until `close`; all ranks of the transport call it."""
         is_whole = self.size == dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
@@ -97,12 +98,13 @@ class Transport:
         return group
 
     def close(self) -> None:
-        """Destroys the groups that were made here, and their threads.
+        """Destroys the groups that `new_group` made, and their threads.
 
-        Before torch 2.14, only groups of all ranks are destroyed.
+        Before torch 2.14, the groups of a transport without all ranks of the default group are not
+        destroyed, because a later group could get the same name.
         """
         while self._made:
-            with contextlib.suppress(ValueError):  # All groups are already destroyed.
+            with contextlib.suppress(ValueError):  # The caller destroyed all groups before.
                 dist.destroy_process_group(self._made.pop())
 
     def gather(self, value: Any) -> list[Any]:

@@ -14,11 +14,11 @@ from cs_kernels.torch_internals.ddp import is_ddp, refuse_fsdp1, running_ddp, se
 from cs_kernels.trunk.watcher import LocalHook
 
 _switched_off: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""For each module, the number of `Wrappers` that have its reductions switched off."""
+"""For each module, the number of `Wrappers` that keep its reductions switched off."""
 
 
 class _SeesWrapper(LocalHook):
-    """A forward pre-hook of the trunk that finds the DistributedDataParallel running it."""
+    """A forward pre-hook of the trunk that finds the DistributedDataParallel around it."""
 
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = weakref.ref(wrappers)
@@ -34,20 +34,20 @@ class _SeesWrapper(LocalHook):
 class Wrappers:
     """The DistributedDataParallel modules around a network or parts of it.
 
-    They average gradients only in the first backward pass after a forward pass, and surgery on each
-    rank's own gradients before averaging would be a different algorithm. Their averaging and
-    broadcasts are therefore switched off until no `Wrappers` object holds them any more.
+    DistributedDataParallel averages gradients only in the first backward pass after a forward pass,
+    but surgery needs every task's averaged gradients. Its reductions and broadcasts are therefore
+    switched off while any `Wrappers` object contains the module.
     """
 
     def __init__(self) -> None:
         self._found: list[Any] = []
         self._ranks: list[int] | None = None
-        """The ranks that train together, once they are known."""
+        """The ranks that train together; None before `watch`, empty if the caller has named none."""
         self.release = weakref.finalize(self, _switch_on, self._found)
         """Switches the modules' reductions on again, unless another `Wrappers` needs them off."""
 
     def watch(self, trunk: nn.Module, ranks: Sequence[int]) -> None:
-        """Also takes wrappers that run the trunk from now on; all wrappers must have these ranks.
+        """Takes every wrapper that runs the trunk from now on; all wrappers must have these ranks.
 
         Args:
             trunk: The shared module.
@@ -91,15 +91,15 @@ class Wrappers:
             if getattr(module, "static_graph", False):
                 raise ValueError(
                     "DistributedDataParallel must be built without static_graph=True, whose"
-                    " reductions cannot be switched off: MultiTaskOptimizer makes its own"
+                    " reductions cannot be switched off: MultiTaskOptimizer reduces gradients itself"
                 )
             self._check_ranks(module)
             self._found.append(module)
             _switched_off[module] = _switched_off.get(module, 0) + 1
-        self.switch_off()  # Leaving `no_sync` may have switched other wrappers on.
+        self.switch_off()  # The end of a `no_sync` block may have switched other modules on.
 
     def switch_off(self) -> None:
-        """Switches off all reductions again; a framework such as Lightning may switch them on."""
+        """Switches off all reductions again: a framework such as Lightning may have enabled them."""
         for module in self._found:
             set_reductions(module, on=False)
 

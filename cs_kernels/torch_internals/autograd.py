@@ -28,9 +28,24 @@ def is_leaf(node: object) -> bool:
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
 
 
+def is_custom(node: object) -> bool:
+    """Whether a node belongs to a `torch.autograd.Function`, which may hide parameters."""
+    return isinstance(node, BackwardCFunction)
+
+
+def is_node_of(node: object, function: type[torch.autograd.Function]) -> bool:
+    """Whether a node belongs to this function."""
+    return isinstance(node, function._backward_cls)
+
+
 def is_reentrant(node: object) -> bool:
     """Whether a node belongs to reentrant checkpointing, which runs a backward pass of its own."""
-    return isinstance(node, BackwardCFunction) and hasattr(node, "run_function")
+    return is_custom(node) and hasattr(node, "run_function")
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a gradient of a tensor passes hooks on its way to `.grad`, or after its arrival."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def makes_gradients(leaf: Tensor) -> bool:
@@ -98,7 +113,7 @@ def reached_parameters(loss: Tensor) -> Parameters:
     leaves = [*reached.leaves, loss] if loss.is_leaf else reached.leaves
     found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     hooked = any(map(makes_gradients, leaves))
-    hidden = any(isinstance(node, BackwardCFunction) for node in reached.nodes)
+    hidden = any(map(is_custom, reached.nodes))
     return Parameters(found, hidden, hooked)
 
 
@@ -118,3 +133,16 @@ def hooked(hooks: Hooks) -> Iterator[None]:
             register = place.register_prehook if is_leaf(place) else place.register_hook
             handles.callback(register(hook).remove)
         yield
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Disables the tensors' hooks, such as `fully_shard`'s, which belong to the trunk's pass."""
+    hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in tensors if z._backward_hooks]
+    for of_tensor, _ in hooks:
+        of_tensor.clear()  # In place, because the graph reads this dictionary.
+    try:
+        yield
+    finally:
+        for of_tensor, kept in hooks:
+            of_tensor.update(kept)

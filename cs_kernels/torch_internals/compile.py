@@ -12,6 +12,11 @@ import torch
 from torch import nn
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` or `torch.compile(module)` compiles a module."""
+    return module._compiled_call_impl is not None or uncompiled(module) is not module
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the module itself."""
     inner = module._modules.get("_orig_mod")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import TensorWeakRef as TensorWeakRef
 
 _OWN_HOLDERS = 2
 """The references to a storage that one tensor alone uses: the tensor's, the Python object's."""

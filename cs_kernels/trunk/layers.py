@@ -40,7 +40,7 @@ class LayerLists(NamedTuple):
     norms: list[nn.Module]
     """One per layer and task."""
     parameters: list[dict[str, nn.Parameter | None]]
-    """`_parameters` of `norms`: a step reads thousands, and attributes of a module are slower."""
+    """`_parameters` of `norms`, whose thousands of entries are read faster than modules' attributes."""
     buffers: list[dict[str, Tensor | None]]
 
     @classmethod
@@ -95,7 +95,7 @@ class LayerLists(NamedTuple):
 
 
 class StaleLayoutError(RuntimeError):
-    """A normalization no longer has a running variance, or a parameter as its scale."""
+    """A normalization no longer has a running variance, or its scale is no longer a parameter."""
 
 
 def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:

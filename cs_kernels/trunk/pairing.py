@@ -38,32 +38,11 @@ def find_layout(
 
     layers = []
     for weight, names in layers_of.items():
-        norm_name, reasons[weight] = _norm_of(weight, names, watcher, overrides)
-        if norm_name is None:
-            continue
-        norm = modules[norm_name]
-        assert isinstance(norm, TaskBatchNorm)
-        norms = tuple(norm.of(task) for task in tasks)
-        channel_layouts = {channels_of(modules[name], weight) for name in names}
-        channels, out_channel_dim, groups = min(channel_layouts)
-        reasons[weight] = _unsuitable(norm_name, norms, channels)
-        if weight.is_complex():
-            reasons[weight] = f"its weight is {weight.dtype}"
-        if len(channel_layouts) > 1:
-            reasons[weight] = f"{', '.join(names)} differ in the dimension of their channels"
-        if reasons[weight]:
-            continue
-        layers.append(
-            Layer(
-                name=names[0],
-                weight_index=index[weight],
-                weight=weight,
-                out_channel_dim=out_channel_dim,
-                groups=groups,
-                norm_name=norm_name,
-                norms=norms,
-            )
-        )
+        found = _layer_of(weight, index[weight], names, modules, tasks, watcher, overrides)
+        if isinstance(found, Layer):
+            layers.append(found)
+        else:
+            reasons[weight] = found
     layers.sort(key=lambda layer: layer.weight_index)
     prioritized = {name_of[layer.weight]: layer.norm_name for layer in layers}
     return Layout(
@@ -79,6 +58,40 @@ def find_layout(
             numel={name: p.numel() for name, p in parameters.items()},
             frozen=frozenset(name for name in prioritized if not parameters[name].requires_grad),
         ),
+    )
+
+
+def _layer_of(
+    weight: nn.Parameter,
+    index: int,
+    names: Sequence[str],
+    modules: Mapping[str, nn.Module],
+    tasks: Sequence[str],
+    watcher: Watcher,
+    overrides: Overrides,
+) -> Layer | str:
+    """The prioritized layer of a weight, or the reason for the plain sum."""
+    norm_name, reason = _norm_of(weight, names, watcher, overrides)
+    if norm_name is None:
+        return reason
+    norm = modules[norm_name]
+    assert isinstance(norm, TaskBatchNorm)
+    norms = tuple(norm.of(task) for task in tasks)
+    channel_layouts = {channels_of(modules[name], weight) for name in names}
+    channels, out_channel_dim, groups = min(channel_layouts)
+    if len(channel_layouts) > 1:
+        return f"{', '.join(names)} differ in the dimension of their channels"
+    if weight.is_complex():
+        return f"its weight is {weight.dtype}"
+    reason = _unsuitable(norm_name, norms, channels)
+    return reason or Layer(
+        name=names[0],
+        weight_index=index,
+        weight=weight,
+        out_channel_dim=out_channel_dim,
+        groups=groups,
+        norm_name=norm_name,
+        norms=norms,
     )
 
 
@@ -100,7 +113,7 @@ def _norm_of(
         return None, f"several normalizations follow: {', '.join(sorted(norms))}"
     others = {norm for layer in layers for norm in watcher.other_channels.get(layer, ())}
     if others:
-        return None, f"{', '.join(sorted(others))} normalizes another dimension than its channels"
+        return None, f"{', '.join(sorted(others))} normalizes a dimension other than the channels"
     return None, "no task-specific normalization takes its output"
 
 
@@ -112,7 +125,7 @@ def _unsuitable(name: str, norms: Sequence[nn.Module], channels: int) -> str:
     if any("weight" not in norm._parameters for norm in norms):
         return f"{name} has a scale that is not a parameter"
     if any(variance is not None and variance.numel() != channels for variance in variances):
-        return f"{name} does not have the {channels} channels of its outputs"
+        return f"{name} does not have the {channels} channels of the layer"
     return ""
 
 

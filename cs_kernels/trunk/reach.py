@@ -53,7 +53,7 @@ class Reach:
             raise
 
     def note_gradients(self, task: str) -> bool:
-        """Records what a pass has reached, by `.grad`; returns whether it has reached anything."""
+        """Records that a task reaches the parameters with a `.grad`; returns whether there are any."""
         unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
         self.note(task, unreached)
         return len(unreached) < len(self._parameters)
@@ -98,9 +98,9 @@ class Reach:
         return [parameter for parameter, tasks in reached_by if tasks & bit]
 
     def owners(self) -> dict[int, str]:
-        """The owner of each parameter that only one task has ever reached, by index.
+        """By index of the parameter: the only task that has ever reached it.
 
-        Another task must have had a pass.
+        A parameter has an owner only after another task has had a pass.
         """
         if self._owners is None:
             tasks = enumerate(zip(self._reached_by, self._tried_by, strict=True))
@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter that not all tasks reach: the tasks that reach it, and those with a pass."""
+        """For each parameter that not all tasks reach: the tasks that reach it, or had a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {
@@ -133,7 +133,7 @@ class Reach:
         """Continues from a `state_dict`.
 
         Raises:
-            ValueError: It names other tasks or another trunk's parameters.
+            ValueError: The state names unknown tasks, or parameters of another trunk.
 
         """
         every = (1 << len(self._tasks)) - 1

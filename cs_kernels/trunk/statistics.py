@@ -1,4 +1,4 @@
-"""Snapshots of a network's running statistics, restored when a step fails."""
+"""Snapshots of a network's buffers, such as running statistics, restored when a step fails."""
 
 import contextlib
 import weakref
@@ -37,7 +37,7 @@ def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes through `.data`, since a new version would break graphs that saved the tensors."""
+    """Writes through `.data`, since a new version counter would break graphs that saved a tensor."""
     pairs = list(zip(tensors, copies, strict=True))
     alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
     if alike and not any(t.is_conj() or t.is_neg() for t in tensors):
@@ -83,8 +83,8 @@ class _Snapshot:
     def take(self, modules: Sequence[Buffers]) -> bool:
         """Copies the same buffers again; returns False if this snapshot no longer fits them.
 
-        It does not fit after a module or tensor was replaced, or a running statistic was resized or
-        cast.
+        A snapshot does not fit after a module or tensor was replaced, or a running statistic was
+        resized or cast.
         """
         values = [*chain.from_iterable(map(dict.values, modules))]
         if not (_identical(modules, self._modules) and _identical(values, self._values)):

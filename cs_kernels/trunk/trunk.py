@@ -17,24 +17,24 @@ from cs_kernels.trunk.statistics import RunningStatistics
 from cs_kernels.trunk.watcher import Ran, Watcher
 
 _REASONS: dict[Ran | None, str] = {
-    "not": "no layer of trunk ran in this pass: did a copy of trunk run, or trunk before the pass?",
-    "without gradients": "its layers ran without gradients, as under torch.no_grad() or frozen",
-    "with gradients": "its layers ran, but their output was detached on the way to the loss",
-    None: "its features were detached, or computed without gradients or with a copy of the trunk,"
+    "not": "no layer of trunk ran in this pass: did a copy run, or did trunk run before the pass?",
+    "without gradients": "trunk's layers ran without gradients, under torch.no_grad() or frozen",
+    "with gradients": "trunk's layers ran, but their output was detached on the way to the loss",
+    None: "features of trunk were detached, or computed without gradients or with a copy of trunk,"
     " or a hook moved gradients out of .grad",
 }
 """Reasons why a loss reached no parameter, by how the layers ran (None: not watched)."""
 
 
 class Trunk:
-    """The shared module: what trains, which layers are prioritized, what each task reaches.
+    """The shared module: which parameters train and have priorities, and which task reaches them.
 
     `changed` detects that these facts may be out of date; `forget` then makes the next passes of
     all tasks discover them again.
 
     Args:
         module: The shared module, without wrappers.
-        tasks: In the order of the gradients.
+        tasks: The names of the tasks, in the order of the rows.
         reach: Records which tasks reach each shared parameter, on any rank.
         held: Returns the parameters of the torch optimizers.
         overrides: The argument `layers` of `MultiTaskOptimizer`.
@@ -158,7 +158,8 @@ class Trunk:
         self.of_norms = [p for norm in self.norms for p in norm.parameters()]
         """The parameters of `norms`."""
         self._unoptimized = [p for p in self.of_norms if p not in optimized]
-        # For speed, leaves out all normalizations but one: most parameters belong to them.
+        # For speed, leaves out all normalizations but the first: most parameters are in
+        # normalizations.
         others = {p for norm in self.norms[1:] for p in norm.parameters()}
         self.witnesses = [p for p in optimizer_parameters if p not in others]
         """The parameters whose gradients show whether a closure writes to `.grad`."""
@@ -203,7 +204,8 @@ class Trunk:
     def rewatch_new_layers(self, watched: bool) -> None:
         """Watches the next passes if a layer first ran in an unwatched pass.
 
-        In a compiled network, no hook runs, but the weight's first gradient shows the first run.
+        In a compiled network, no hook sees a layer's first run, but its weight's first gradient
+        shows that the layer ran.
         """
         if self.reach.has_new and not watched:
             self.watcher.forget()
@@ -212,7 +214,7 @@ class Trunk:
     def check_reached(self, task: str, reached: bool) -> None:
         """Raises if a loss reached no parameter of the trunk.
 
-        This is no mistake if all parameters that the task has ever reached are frozen.
+        A loss may reach none if all parameters that its task has ever reached are frozen.
         """
         if reached:
             return

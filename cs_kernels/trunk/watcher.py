@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms
-from cs_kernels.torch_internals.compile import eager, uncompiled
+from cs_kernels.torch_internals.compile import eager, is_compiled
+from cs_kernels.torch_internals.memory import TensorWeakRef
 
 LAYERS = (_ConvNd, nn.Linear)
 
@@ -47,8 +47,8 @@ def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
 
 
 _MOST_FRUITLESS = 3
-"""Stop re-watching after this many passes that showed nothing new, as in a network that differs in
-each pass, or is compiled inside a function."""
+"""Watching again stops after this many passes in a row that showed nothing new, as in a network that
+differs in each pass, or is compiled inside a function."""
 
 
 def _may_equal(run: Run, watched: Run) -> bool:
@@ -117,9 +117,9 @@ class Watcher:
 
     def __init__(self, trunk: nn.Module, on_first_use: Callable[[nn.Module, str], None]) -> None:
         self.norms: dict[str, set[str]] = {}
-        """By layer that ran: the normalizations of its output channels."""
+        """For each layer that ran: the normalizations of its output channels."""
         self.other_channels: dict[str, set[str]] = {}
-        """By layer that ran: the normalizations of its output along another dimension."""
+        """For each layer that ran: the normalizations of its output along another dimension."""
         self.norms_ran = False
         """Whether any task-specific normalization has run."""
         self.tasks: set[str] = set()
@@ -129,9 +129,9 @@ class Watcher:
         self.thread: int | None = None
         """The thread of a step's forward pass, while one is running."""
         self.passing_tasks: tuple[str, ...] = ()
-        """The tasks of this pass, or of the last one."""
+        """The tasks of the current or last pass."""
         self.version = 0
-        """Increases whenever a pass is watched."""
+        """Increases when a pass is watched, or when `join` adds another rank's discoveries."""
         self.ran: Ran | None = None
         """How layers ran in this pass; None if it is not watched, or the trunk has no layers."""
         self._trunk = trunk
@@ -140,10 +140,10 @@ class Watcher:
         self._hooks: list[RemovableHandle] = []
         self._first_run_hooks: dict[str, RemovableHandle] = {}
         self._outputs: dict[int, _LayerOutput] = {}
-        """By `id` of the output's base."""
+        """Outputs of layers, by the `id` of the tensor, or of its base if it is a view."""
         self._outdated: set[str] = set()
-        """Layers whose normalizations were seen before `forget`; their next watched run replaces
-        them."""
+        """Layers with entries in `norms` from before `forget`, which the layer's next watched run
+        replaces."""
         self._is_whole = False
         """Whether this pass is watched from its beginning."""
         self._has_gap = False
@@ -173,7 +173,7 @@ class Watcher:
     def passing(self, *tasks: str) -> Iterator[bool]:
         """Wraps a forward pass of a task, or of several at once.
 
-        Watches the pass if any of the tasks has no watched pass yet; yields whether it does.
+        Watches the pass if any task has no watched pass yet; yields whether the pass is watched.
         """
         watched = not self.tasks.issuperset(tasks)
         self.thread, self.passing_tasks = threading.get_ident(), tasks
@@ -225,7 +225,7 @@ class Watcher:
         *,
         norms_ran: bool,
     ) -> None:
-        """Merges what another rank saw in its forward passes."""
+        """Merges another rank's discoveries in forward passes."""
         for local, remote in ((self.norms, norms), (self.other_channels, other_channels)):
             for layer, names in remote.items():
                 if layer not in local or not names <= local[layer]:
@@ -259,9 +259,7 @@ class Watcher:
             or any(_may_equal(run, watched) for watched in self._runs)
         ):
             modules = (*self._trunk.modules(), *self.outside)
-            self._is_compiled = any(
-                m._compiled_call_impl is not None or uncompiled(m) is not m for m in modules
-            )
+            self._is_compiled = any(map(is_compiled, modules))
             if not self._is_compiled:
                 self._has_gap = True
                 self._before_rewatch = copy.deepcopy((self.norms, self.other_channels))

@@ -6,8 +6,8 @@ passes them to `LayerUpdates`. Gradients that need no surgery go to autograd as 
 
 A tensor subclass (`TaskWeight`) replaces the weight in the module, since only a subclass intercepts
 every function that takes the weight. It relies on undocumented features of torch, tested with 2.10
-to 2.14: a tensor subclass in `Module._parameters`, `DisableTorchFunctionSubclass`, `_backward_cls`,
-and `__torch_function__` for every attribute in `_FACTS`.
+to 2.14: a tensor subclass in `Module._parameters`, `torch_internals/subclasses.py`, and
+`__torch_function__` for every attribute in `_FACTS`.
 
 Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
 weight-gradient kernels of all tasks together read inputs and output gradients once.
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates
+from cs_kernels.torch_internals.autograd import is_node_of
+from cs_kernels.torch_internals.subclasses import DisableTorchFunctionSubclass, as_parameter
 
 
 class Kind(NamedTuple):
@@ -78,7 +79,7 @@ class TaskWeight(Tensor):
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
-        weight._is_param = True  # For isinstance(weight, nn.Parameter).
+        as_parameter(weight)
         return weight
 
     @classmethod
@@ -298,7 +299,7 @@ _apply = cast("Callable[..., Tensor]", _TaskLayer.apply)
 
 def is_task_layer(node: object) -> bool:
     """Whether a node of autograd's graph is a `_TaskLayer`."""
-    return isinstance(node, _TaskLayer._backward_cls)
+    return is_node_of(node, _TaskLayer)
 
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, kind: Kind | None) -> Tensor:

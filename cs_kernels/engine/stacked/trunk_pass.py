@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates, used_otherwise
@@ -23,7 +22,15 @@ from cs_kernels.engine.stacked.task_layers import Stack, TaskWeight, is_task_lay
 from cs_kernels.errors import described
 from cs_kernels.nn.task_norm import TaskBatchNorm, recorded_norms
 from cs_kernels.step import Step
-from cs_kernels.torch_internals.autograd import Edge, Reached, edge_of, is_leaf, walk
+from cs_kernels.torch_internals.autograd import (
+    Edge,
+    Reached,
+    edge_of,
+    has_hooks,
+    is_custom,
+    is_leaf,
+    walk,
+)
 
 
 class Pattern(NamedTuple):
@@ -300,7 +307,7 @@ class TrunkPass:
         """
         graphs = [walk([edge_of(output)], frozenset()) for output in self._outputs]
         hidden = any(
-            isinstance(node, BackwardCFunction) and not is_task_layer(node)
+            is_custom(node) and not is_task_layer(node)
             for graph in (*graphs, *self._reached.values())
             for node in graph.nodes
         )
@@ -340,7 +347,7 @@ class TrunkPass:
                 if leaf in taken:
                     raise used_otherwise(name_of(leaf), f"by the loss of {task!r}")
         for leaf in taken:
-            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            if has_hooks(leaf):
                 raise ValueError(
                     f"trunk must have no hook on {name_of(leaf)} for step_together, which"
                     " gives it the update in place of the tasks' gradients: use step"
