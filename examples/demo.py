@@ -168,11 +168,11 @@ class Run:
         self.priority: list[dict[str, list[int]]] = []
         """By epoch and layer, the number of channels with each task as top-priority task."""
         self.conflicts: list[dict[str, float]] = []
-        """By layer, the share of conflicts between channel groups and tasks, in joint steps."""
+        """By epoch and layer, the share of channel groups and other tasks in conflict."""
         self.modules: list[dict[str, float]] = []
-        """By module, the share of conflicts between tasks, in joint steps."""
+        """By epoch and module, the share of steps and pairs of tasks in conflict."""
         self.cosines: list[dict[str, float]] = []
-        """Mean cosines by pair of tasks, for Gramian methods."""
+        """By epoch and pair of tasks, mean cosines, for Gramian methods."""
         self.phases: list[int] = []
 
     def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
@@ -266,7 +266,7 @@ class Run:
         return result
 
     def time(self, steps: int) -> dict[str, float]:
-        """Milliseconds of a step of the last phase, and of its stages, after training.
+        """Milliseconds of a step of the last phase, and of its parts, after training.
 
         The step is timed by the clock. The times of surgery, including moving the gradients, and of
         the optimizer come from a profile of further steps; they include the profiler's overhead,

@@ -41,7 +41,7 @@ def strengths(ax: Axes) -> None:
 
 
 def groups(ax: Axes) -> None:
-    """Draws channels in the colours of their top-priority tasks, then sorted into groups."""
+    """Draws channels in the colors of their top-priority tasks, then sorted into groups."""
     colors = list(TASKS.values())
     order = np.argsort(TOP, kind="stable")
     places = dict(zip(order, np.arange(len(TOP)) + 0.35 * (TOP[order] - 1), strict=True))

@@ -3,8 +3,8 @@
     python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
 
 The script writes final losses and metrics, and compares the differences due to kept weights with
-those between seeds. All rows of a seed have the same initial weights and crops; PCGrad draws its
-orders with the same seed.
+the deviations between seeds. All rows of a seed have the same initial weights and crops; PCGrad
+draws its orders with the same seed.
 
 The results do not show the time that kept weights save: task-specific normalization needs `step`,
 which makes a forward and a backward pass per task in any case, whereas `backward` would make one

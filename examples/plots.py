@@ -20,7 +20,7 @@ def _epochs(ax: Axes) -> None:
 
 
 def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DEMO) -> None:
-    """Draws each task's training loss over epochs: one row per method, with the others in grey."""
+    """Draws each task's training loss over epochs: one row per method, with the others in gray."""
 
     def draw() -> Figure:
         size = (len(runs), len(tasks))

@@ -2,9 +2,9 @@
 
     python examples/sketch_errors.py
 
-For each network, number K of tasks and size of a sketch, the gradients come from an untrained
-network. Every Gramian method computes task weights from exact products and from sketches; the error
-is the norm of the difference between both updates, relative to the exact update.
+For each untrained network, number K of tasks and sketch size, every Gramian method computes task
+weights from exact products and from sketches. The error is the norm of the difference between both
+updates, relative to the exact update.
 """
 
 import statistics

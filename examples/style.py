@@ -1,4 +1,4 @@
-"""The look of every picture, with one colour for each library, method and task.
+"""The look of every picture, with one color for each library, method and task.
 
 `save(path, draw)` writes NAME.svg for light pages and NAME-dark.svg for dark ones. Pictures are 6.4
 inches wide with letters of 11 points, so that they can be read at half of their width.
@@ -54,19 +54,19 @@ METHODS = {
     "SAGO": RED,
 }
 TASKS = (TEAL, ORANGE, PURPLE, OLIVE, PINK)
-"""Colours of the tasks, in their order."""
+"""Colors of the tasks, in their order."""
 
 MODES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#dfe2e7", "#4a505b")}
-"""Colours of letters and of grid lines, by file name suffix."""
+"""Colors of letters and of grid lines, by file name suffix."""
 
 
 def tasks(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each task."""
+    """The color of each task."""
     return {name: TASKS[i % len(TASKS)] for i, name in enumerate(names)}
 
 
 def method(name: str) -> str:
-    """The colour of a row by its method; other rows are phases of connection strength."""
+    """The color of a row by its method; other rows are phases of connection strength."""
     return METHODS.get(name.partition("+")[0].partition(",")[0].replace("-", ""), BLUE)
 
 

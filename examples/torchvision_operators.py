@@ -1,7 +1,7 @@
 """Makes torchvision importable with a CPU build of torch.
 
-The package index has no torchvision for such a build: the compiled operators of the one it has do
-not load, but the Python code needs two of them on import. timm and Lightning's metrics import it.
+The package index has no torchvision for a CPU build: the compiled operators of its torchvision do
+not load, but two of them are needed on import. timm and torchmetrics import torchvision.
 """
 
 import torch

@@ -37,7 +37,8 @@ STEPS = 100_000
 KEPT = 200
 """The number of steps between two points of a path in the picture."""
 REACHED = 0.5
-"""A path is at the front unless a front point is better by more in both losses without FIRST."""
+"""A path has reached the front if no front point is better by more in both losses, of which the
+first counts without its factor FIRST."""
 
 _LEAST = 5e-6
 
@@ -93,7 +94,7 @@ def have_reached(points: Array) -> Array:
     """Whether each point is on the front or near it, [P]."""
     front = losses_and_gradients(pareto_front())[0]
     losses = losses_and_gradients(points)[0]
-    better: Array = ((losses[:, None] - front[None]) / [FIRST, 1]).min(-1)  # in both losses
+    better: Array = ((losses[:, None] - front[None]) / [FIRST, 1]).min(-1)  # In both losses.
     return better.max(1) <= REACHED
 
 

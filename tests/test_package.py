@@ -46,7 +46,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_as_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report works without the compiled module, too."""
+    """The report also works without the compiled module."""
     monkeypatch.delitem(sys.modules, "cs_kernels._C")
     report.main([])
     printed = capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_other_text_stays(text: str) -> None:
 
 
 def test_tests_are_skipped_without_frameworks_alone() -> None:
-    """Only packages that CI installs may cause skips; other skipped tests would never run."""
+    """`importorskip` may only name packages that CI installs: tests of others would never run."""
     project = (ROOT / "pyproject.toml").read_text()
     extra = re.search(r"^frameworks = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
     assert extra is not None

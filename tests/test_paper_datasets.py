@@ -1,7 +1,7 @@
 """The paper's data sets: hand-computed targets, augmentation, errors, and the small data.
 
-The tests write the folders in the published layouts, so that `paper.small` and `paper.datasets`
-cannot agree on a wrong layout.
+The tests write the published layouts themselves: `paper.small` and `paper.datasets` might agree on
+a wrong layout.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def write(folder, files):
 
 
 def write_nyud(root, name, picture, **arrays):
-    """The defaults are one class, depth 1, no normals and no edges."""
+    """Writes a picture and its targets; by default, one class, depth 1, no normals, no edges."""
     blank = np.zeros(picture.shape, np.float32)
     arrays = {"depth": blank[..., 0] + 1, "normals": blank, "edge": blank[..., 0]} | arrays
     segmentation = arrays.pop("segmentation", blank[..., 0] + 1)
@@ -195,7 +195,7 @@ def test_items(root, name):
 
 
 def test_the_second_item_of_pascal(root):
-    """The segmentation is from pascal-context; without human parts, that task has no loss."""
+    """The segmentation is from pascal-context; without a person, all human parts are unknown."""
     assert (thin(edges_of(LABELS)) != thin(edges_of(LABELS, "symmetric"))).any()
     item = open_small("pascal", root)[1]
     equal(item["semseg"], 3)
@@ -203,7 +203,7 @@ def test_the_second_item_of_pascal(root):
 
 
 def test_classes_and_parts():
-    """A flip need not exchange left and right parts."""
+    """Left and right parts have the same class, so a flip need not exchange them."""
     groups, classes = datasets.PARTS, datasets.NORMALS_CLASSES
     assert len(groups) == 24
     assert {*groups.values()} == {1, 2, 3, 4, 5, 6}
@@ -214,8 +214,8 @@ def test_classes_and_parts():
     assert not {2, 187, 360, 416, 431} & {*classes}
 
 
-# The indices of the pixels that six output pixels sample: in a zoom about the center, and in a crop
-# at the start.
+# By scale, the indices of the pixels that six output pixels sample: in a zoom about the center, and
+# in a crop at the start.
 ZOOMS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 3, 4, 5], 1.5: [1, 2, 2, 3, 4, 4]}
 CROPS = {1.0: [0, 1, 2, 3, 4, 5], 1.2: [0, 1, 2, 2, 3, 4], 1.5: [0, 1, 1, 2, 3, 3]}
 
@@ -258,7 +258,7 @@ def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
 
 @EVERY
 def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
-    """The draws are the same in workers, even if these were started before the epoch."""
+    """Workers draw the same numbers, even if they were started before the epoch."""
 
     def epochs(numbers, seed=0, augment=True, **options):
         data, batches = open_small(name, root, seed=seed, augment=augment), []
@@ -274,7 +274,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
     assert all(map(same, reversed(epochs(reversed(range(8)))), first))
     assert not all(same(batch, first[0]) for batch in first[:4])
     assert not all(map(same, epochs(range(8), seed=1), first))
-    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD's pictures are equal.
+    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD: only draws differ.
     assert same(*epochs(range(2), augment=False))
     for persistent in (False, True) if name == "nyud" else ():
         options = {"num_workers": 1, "persistent_workers": persistent}
@@ -295,7 +295,7 @@ def test_resized_targets(root):
 
 
 def test_interpolation(root):
-    """Between two normals, and at an edge in a picture, where bicubic weights overshoot."""
+    """Interpolated normals have length 1; bicubic interpolation at an edge does not overshoot."""
     write_nyud(root, "n3", GREY[:1, :2], normals=np.float32([[(1, 0, 0), (0, 0, 1)]]))
     item = open_dataset("nyud", root, "val", size=(1, 4))[0]
     between = np.array([3, 0, 1]) / 10**0.5
@@ -306,7 +306,7 @@ def test_interpolation(root):
     picture = item["picture"] * torch.tensor(STD) + torch.tensor(MEAN)
     assert picture.min() > -1e-6
     assert picture.max() < 1 + 1e-6
-    equal(picture[:, :, 15], 0.2265625)  # For a = -0.75, a quarter of a pixel from the edge.
+    equal(picture[:, :, 15], 0.2265625)  # Bicubic, a = -0.75, a quarter pixel from the edge.
 
 
 OPTIONAL = "/(val|n3|VOC12|pascal-context/p1.png|image/1.npy)"
@@ -352,7 +352,7 @@ WRONG = {
     "cityscapes/train/label_7/0.npy": {"c8": "integer", 7: "-1 to 6", 0.5: WHOLE},
     "cityscapes/train/depth/0.npy": {"i4": FLOAT, np.inf: "-1 to 255"},
 }
-"""By file: wrong and allowed dtypes and values; None if the shape is not checked."""
+"""By file: wrong dtypes and values, each with the allowed ones; None if any shape is allowed."""
 
 
 def read(path):
@@ -363,7 +363,7 @@ def read(path):
 
 @pytest.mark.parametrize(("file", "wrong"), WRONG.items(), ids=WRONG)
 def test_wrong_files(root, file, wrong):
-    """Files that are truncated, or have another format, shape or dtype, or invalid values."""
+    """Refuses truncated files, and files with a wrong format, shape, dtype or value."""
     path, whole = root / file, (root / file).read_bytes()
     name = next(name for name in FOLDERS if file.startswith(FOLDERS[name]))
     cases = [(part, "cannot be read") for part in (whole[: len(whole) // 2], b"not the format")]
@@ -474,18 +474,18 @@ def test_small_data(tmp_path, name, size):
         groups = [{*item["human_parts"].unique().tolist()} for item in items]
         assert groups[3::4] == [{IGNORE}] * 3
         assert set.union(*groups) == {*range(7), IGNORE}
-        for number in range(12):  # By position, as the published reader does.
+        for number in range(12):  # The published reader reads fields by position.
             path = tmp_path / "PASCAL_MT" / "human_parts" / f"{number:06d}.mat"
             thing = loadmat(path)["anno"][0][0][1][0][0]
             assert int(thing[1][0][0]) == (5 if number % 4 == 3 else 15)
             assert thing[2].shape == size
-    else:  # Up to 59.9 pixels of disparity.
+    else:  # The photograph's disparity is at most 59.9 pixels.
         most = {"nyud": 2, "cityscapes": 0.5}[name]
         assert 0 < min(values["depth"]) < max(values["depth"]) <= most
 
 
 def test_small_data_that_exist(tmp_path):
-    """The same settings change nothing; other settings, or a real archive, are refused."""
+    """A second call with the same settings changes nothing; other settings or data are refused."""
 
     def state():
         return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")}
@@ -542,7 +542,7 @@ def test_interrupted_and_overtaken_small_data(tmp_path, monkeypatch):
 
 
 # The mean square of the picture; then, for disparity, normals and edges, the mean square of known
-# pixels and their share.
+# pixels and their fraction.
 STEREO = [
     [0.9998006, 1.391189, 0.9309728, 0.3333333, 0.7615045, 0.08323389, 0.9961484],
     [1.019189, 1.377113, 0.9168431, 0.3333333, 0.7242608, 0.1011196, 0.993414],

@@ -57,7 +57,7 @@ OF_DEPTH = {"rmse": math.sqrt((0.25 + 9) / 3), "abs_err": 3.5 / 3, "abs_rel": (0
 @pytest.mark.parametrize(
     ("task", "prediction", "target", "expected"),
     [
-        # (1/2 + 2/4 + 0) / 3 and (1/2 + 1 + 0) / 3: classes 3 and 4 occur nowhere.
+        # mIoU (1/2 + 2/4 + 0) / 3, mAcc (1/2 + 1 + 0) / 3: classes 3 and 4 do not occur.
         (CLASSES, FOUND, [0, 0, 1, 1, 2, IGNORE], {"PAcc": 60, "mIoU": 100 / 3, "mAcc": 50}),
         (DEPTH, [1.5, 2.0, 1.0, 9.0], [1.0, 2.0, 4.0, IGNORE], OF_DEPTH),
         (NORMALS, 3 * DIRECTIONS, UPRIGHT, OF_ANGLES),
@@ -77,7 +77,7 @@ def test_metrics_by_hand(task, prediction, target, expected):
 
 
 def means_over_pictures(prediction, target):
-    """Mean IoU, precision and recall, by threshold."""
+    """IoU, precision and recall by threshold, averaged over pictures."""
     rows = []
     for logits, truth in zip(prediction.flatten(1), target.flatten(1), strict=True):
         known = truth != IGNORE
@@ -92,7 +92,7 @@ def means_over_pictures(prediction, target):
 @pytest.mark.parametrize("task", [CLASSES, NORMALS, SALIENCY], ids=lambda task: task.kind)
 @pytest.mark.parametrize("pictures", [1, 4, 5])
 def test_metrics_are_pooled_over_batches(task, pictures):
-    """Metrics are not means over batches; saliency uses the best threshold of picture means."""
+    """Metrics pool all batches; saliency takes the best threshold of means over pictures."""
     batches = [make(task, pictures, seed) for seed in range(3)]
     prediction, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     result = evaluated(task, *batches)

@@ -58,7 +58,7 @@ ALONE = 49_960_968  # 190.59 MiB.
     ],
 )
 def test_parameters_of_the_published_networks(name, tasks, options, parameters):
-    """The numbers follow from the published structures; only heads belong to a single task."""
+    """The numbers follow from the published structures."""
     with torch.device("meta"):
         assert count(make_network(name, tasks, **options)) == parameters
 
@@ -69,7 +69,7 @@ def test_sizes_of_parts():
         assert count(mti_net.HRNet()) == 3_860_720
         alone = [make_network("segnet", {name: task}) for name, task in CITYSCAPES.items()]
         assert sum(map(count, alone)) == ALONE
-    rotations = 2 * count(rotograd.Rotation(rotograd.SIZE))  # Not on meta: it needs values.
+    rotations = 2 * count(rotograd.Rotation(rotograd.SIZE))  # A rotation needs values.
     assert f"{4 * (SEGNET + rotations) / 2**20:.2f}" == "103.43"  # MiB, in the paper's table.
     assert count(small("rotograd")[0].rotation) == 2 * (rotograd.SIZE // 16) ** 2
 
@@ -181,7 +181,7 @@ def test_distillation_adds_the_other_tasks_features():
 
 @EVERY_NETWORK
 def test_each_loss_reaches_the_trunk_and_its_own_head(name):
-    """In MTI-Net, a loss also reaches its initial predictions and its own features' gates."""
+    """In MTI-Net, a loss also reaches its task's initial predictions and gates."""
     network, picture = small(name)
     parameters = dict(network.named_parameters())
     predictions = network(picture)
@@ -248,7 +248,7 @@ def test_stitched_segnets_follow_the_formula():
 
 
 SIZE = 5
-"""The number of rotated entries, of the 8 in a feature."""
+"""The number of rotated entries; a feature has 8 entries."""
 
 
 class Outputs(nn.Conv2d):
@@ -259,7 +259,7 @@ class Outputs(nn.Conv2d):
 
 
 class Regression:
-    """Three linear tasks on a linear trunk, with the paper's equations by autograd."""
+    """Three linear tasks on a linear trunk; `expected` has the paper's equations by autograd."""
 
     def __init__(self):
         heads = {task: Outputs(2, 1, 1, bias=False) for task in "abc"}
@@ -306,7 +306,7 @@ def test_rotograd_follows_the_papers_algorithm(float64):
     problem = Regression()
     network = problem.network
     sgd = sgd_of(network.trunk, network.heads, lr=0.02)
-    for _ in range(3):  # Only the first step has ratios of 1; gradients do not accumulate.
+    for _ in range(3):  # Later ratios differ from 1; gradients must not accumulate.
         expected, losses = problem.expected(), problem.backward()
         assert not any(loss.requires_grad for loss in losses.values())
         for task, predictions in network(problem.x).items():  # The forward pass rotates, too.

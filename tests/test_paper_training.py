@@ -169,7 +169,7 @@ def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
 
 @pytest.mark.parametrize(("name", "network"), [("cityscapes", "segnet"), ("nyud", "resnet18")])
 def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
-    """The plain loop makes a backward pass for each weighted loss."""
+    """The plain loop runs a backward pass for each weighted loss."""
     task_norm = name == "nyud"
     tasks = {
         task: TASKS[name][task] for task in (["edge", "normals"] if task_norm else TASKS[name])
@@ -396,7 +396,7 @@ def test_missing_runs_follow_the_runs_they_need(place, tmp_path):
     backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
     rows = [run.row for run in runner.missing([backwards], place)]
     assert rows.index("GD") < rows.index("CAGrad + Recon")
-    assert len(rows) == len(set(rows)) + 1  # Single tasks take two networks.
+    assert len(rows) == len(set(rows)) + 1  # The single-task row has two runs.
     with pytest.raises(FileNotFoundError, match="cityscapes is not a folder"):
         runner.missing([part], runner.Place(tmp_path, tmp_path / "runs"))
 
@@ -411,16 +411,16 @@ def test_a_folder_of_another_run(tmp_path, data, place):
     (folder / "run.json").unlink()
     assert place.is_done(run)
     assert place.is_done(make_run("GD", workers=3))
-    with pytest.raises(ValueError, match="expected and found epochs 7 and 1"):
+    with pytest.raises(ValueError, match="expected and found: epochs 7 and 1"):
         place.is_done(make_run("GD", epochs=7))
     make_small(tmp_path / "other", "cityscapes", train=4, val=3, size=(32, 64))
-    with pytest.raises(ValueError, match=r"belongs to another run.*: expected and found the data"):
+    with pytest.raises(ValueError, match=r"belongs to another run.*: different data"):
         runner.Place(tmp_path / "other", tmp_path / "runs").is_done(run)
     (folder / "result.json").unlink()
     (folder / "run.json").write_text(run.to_json())
     with pytest.raises(ValueError, match=r"checkpoint.pt is from other data"):
         Training(run, folder, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"expected and found rate 0.5 and 0.001"):
+    with pytest.raises(ValueError, match=r"expected and found: rate 0.5 and 0.001"):
         place.is_done(make_run("GD", rate=0.5))
     (folder / "result.json").write_text("")
     with pytest.raises(ValueError, match=r"seed0 has a damaged file: delete the folder"):
@@ -448,7 +448,7 @@ def test_runs_end_with_the_command(place, ranks):
     folder = place.folder(run)
     killed(folder / "checkpoint.pt", _command, run, place)
     with (folder / "lock").open() as lock:
-        while True:  # The run of 2000 epochs would take longer than the limit of the tests.
+        while True:  # 2000 epochs would take longer than the tests' time limit.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -471,9 +471,9 @@ def test_runs_in_processes(place):
         with pytest.raises(runner.FailedRunsError) as raised:
             run_all(runs, place, jobs=2)
     for message in (
-        r"GD/seed1 ended with 1(.|\n)*as many pictures",
+        r"GD/seed1 ended with exit code 1(.|\n)*as many pictures",
         r"GD_\+_Recon/seed1 needs .*GD/seed1/conflicts.json",
-        r"PCGrad/seed0 ended with 1(.|\n)*PCGrad/seed0 is being trained by another process",
+        r"PCGrad/seed0 ended with exit code 1(.|\n)*/seed0 is being trained by another process",
     ):
         assert re.search(message, str(raised.value))
     assert [place.is_done(run) for run in runs] == [True] * 3 + [False] * 3
@@ -485,7 +485,7 @@ def test_runs_in_processes(place):
 
 
 def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
-    """Each exit code is read by one thread only, although others that start runs poll it, too."""
+    """An exit code can be read once, but every thread that starts a run polls all processes."""
     monkeypatch.setattr(runner, "_train_here", print)
     run_all([make_run(seed=n) for n in range(60)], runner.Place(tmp_path, tmp_path), jobs=6)
 
@@ -534,10 +534,10 @@ def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
     runs = runs_of("ablation", seeds=[0, 1], changes={"epochs": 30})
     timing.estimate(runs, place, 2, Console(width=60))
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "nyud hrnet18 Single-task: 20.00 s a step, 10.0 min a run, 6 runs",
-        "nyud hrnet18 Phase 1, Phase 2, Phase 1, then 2, Mixed: 100.00 s a step, 50.0 min a run,"
-        " 8 runs",
-        "about 3.8 h in all, 2 at once, if that costs no speed",
+        "nyud hrnet18 Single-task: 20.00 s per step, 10.0 min per run, 6 runs",
+        "nyud hrnet18 Phase 1, Phase 2, Phase 1, then 2, Mixed: 100.00 s per step,"
+        " 50.0 min per run, 8 runs",
+        "about 3.8 h in all, for 2 runs at once at full speed",
     ]
 
 

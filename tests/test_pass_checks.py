@@ -1,4 +1,4 @@
-"""Network parts with an effect per backward pass: handled correctly, or refused with a reason."""
+"""Functions and hooks with an effect per backward pass: handled, or refused with a reason."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,7 @@ class Overwrites(torch.autograd.Function):
 
 
 class ScalesSaved(torch.autograd.Function):
-    """A loss whose gradient its forward pass computes and its backward pass scales in place."""
+    """A loss that computes its gradient in the forward pass; `backward` scales it in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_pass_that_cannot_be_repeated(part: str, every: int, update: bool) -> 
     function, message = PARTS[part]
     network = Network(function, Ones(update_every=every))
     before = [p.detach().clone() for p in network.trunk.parameters()]
-    for _ in range(2):  # It is refused until it is corrected.
+    for _ in range(2):  # Every call is refused, not only the first.
         with pytest.raises(RuntimeError, match=f"(?s){message}.*use step.*check_passes=False"):
             network.opt.backward(network.losses(), update=update)
     assert all(p.grad is None for p in (*network.trunk.parameters(), *network.heads.parameters()))
@@ -181,7 +181,7 @@ def test_a_loss_of_two_tasks_that_scales_its_gradient_in_place(
 
 
 def test_tasks_without_the_first_share_a_part() -> None:
-    """A task's pass is repeated if it shares a part that no earlier task's pass has reached."""
+    """The first task that reaches a shared part, here 'b', repeats its pass."""
     torch.manual_seed(0)
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "two": nn.Linear(3, 4)})
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), ["a", "b", "c"], Ones())
@@ -296,7 +296,7 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
 
 
 def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
-    """The engine's copies after each pass must not look as if the function had written `.grad`."""
+    """The engine copies gradients after each pass; no copy counts as a function's write."""
     tasks, updates = ["a", "b", "c"], []
     for function in (nn.functional.linear, Buffered.apply):
         torch.manual_seed(0)
@@ -429,7 +429,7 @@ class _ChannelNorm(nn.LayerNorm):
 
 
 def test_gradients_that_sum_to_zero_up_to_rounding() -> None:
-    """Their sum depends on the memory order, which differs between arrival and `.grad`."""
+    """The rounding error depends on the memory order, which differs on arrival and in `.grad`."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 1), _ChannelNorm(8), nn.Conv2d(8, 8, 2, stride=2), nn.Flatten()
     trunk = nn.Sequential(*layers, nn.Linear(128, 4)).double()
@@ -736,7 +736,7 @@ class Halves(cs.GramianMethod):
 @pytest.mark.parametrize("how", ["inner", "returned", "cached"])
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_kept_weights_of_parts_with_a_backward_pass_inside(how: str, hidden: str, way: str) -> None:
-    """Each task's gradient gets its weight once, whether or not the graph hides it."""
+    """Each task's gradient is weighted once, whether or not the graph hides parameters."""
     network = Network(torch.tanh, Halves(update_every=3))
     first, last = network.trunk["first"], network.trunk["last"]
 
@@ -795,7 +795,7 @@ class Writes(torch.autograd.Function):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("check_passes", [True, False])
 def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes: bool) -> None:
-    """No hook sees such gradients, so they cannot be weighted, whenever the function first acts."""
+    """No hook sees such gradients, so they cannot be weighted, in the first step or later."""
     network = Network(torch.tanh)
     middle = nn.Parameter(torch.eye(8) / 2)
     network.trunk.register_parameter("middle", middle)
@@ -818,7 +818,7 @@ def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes
 
 @pytest.mark.parametrize("shows", ["trunk", "own trunk", "head"])
 def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows: str) -> None:
-    """The graph may show the layer elsewhere; a single pass for all tasks could not weight it."""
+    """A pass for all tasks could not weight hidden gradients, even if the graph shows the layer."""
     network = Network(torch.tanh, Halves(update_every=3))
     shared, widen = network.trunk["last"], torch.eye(5, 8)
 
@@ -834,7 +834,7 @@ def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows:
         return update
 
     expected = step(shared)
-    for _ in range(3):  # Two with kept weights, one that solves.
+    for _ in range(3):  # Two steps with kept weights, and one that solves.
         torch.testing.assert_close(
             step(lambda h: Inner.apply(shared, h)), expected, rtol=1e-10, atol=1e-12
         )
@@ -969,7 +969,7 @@ def test_the_check_leaves_no_trace() -> None:
     before = norm.num_batches_tracked.clone()
     opt.trace(known)
     assert torch.equal(norm.num_batches_tracked, before)
-    for step in range(20):  # Alternately frozen.
+    for step in range(20):  # Freezes a layer in every other step.
         trunk["first"].requires_grad_(step % 2 == 0)
         opt.backward(losses())
         opt._engine.optimizers[0].zero_grad()

@@ -116,7 +116,7 @@ def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) 
 
 @pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
 def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
-    """The bits equal those of one tensor at a time, even if streaming stores write the update.
+    """Updates equal, bit for bit, those of one tensor at a time, even with streaming stores.
 
     A single tensor is too small for streaming stores. The second layer is misaligned; the first one
     has a group too large for any workspace.
@@ -208,7 +208,7 @@ def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
 def test_scales_of_float32(backend: str, scale: float) -> None:
     """Results are finite and scale with the gradients, here by powers of two."""
     if backend in GPU_BACKENDS and not 1e-18 <= scale <= 1e18:
-        return  # products of a tile are in float32
+        return  # Products of a tile are in float32.
     args = sample(Kind("conv", (16, 64, 3, 3)), 4, torch.float32)
     factor = 2.0 ** round(torch.log2(torch.tensor(scale)).item())
     priority = torch.arange(16) % 4
@@ -302,7 +302,7 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
     _check_products(products, layers, priorities)
     sums = [update.clone() for update in updates]
     _ops.phase2_apply_(updates, grads, priorities, products, dims, groups, tasks)
-    # The reference rounds the sum once more.
+    # Other backends may round the sum once more.
     tolerance = 0 if backend == "cpu" else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(updates, arguments["updates"], rtol=tolerance, atol=tolerance)
     changed = [not torch.equal(a, b) for a, b in zip(updates, sums, strict=True)]
@@ -364,7 +364,7 @@ def test_stages_of_updates_that_are_not_dense(backend: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype) -> None:
     if backend == "reference":
-        return  # torch's own sums are split by the number of threads
+        return  # Torch splits its sums by the number of threads.
     channels = 32 if SMALL else 128
     args = sample(Kind("conv", (channels, channels, 3, 3)), 3, dtype)
     default, results = torch.get_num_threads(), []
@@ -381,7 +381,7 @@ def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_update_into_a_tensor(backend: str, kind: Kind, dtype: torch.dtype) -> None:
-    """The bits equal those of a new tensor, whatever was in `out`."""
+    """Results equal those in a new tensor, bit for bit, whatever was in `out`."""
     args = sample(kind, 3, dtype)
     update, priority = _phase2(args)
     out = torch.full_like(update, torch.nan)

@@ -1,4 +1,4 @@
-"""Pictures: each has a light and a dark version, and shows what its record or Phase 2 says."""
+"""Pictures have a light and a dark version, and agree with tables of results or with Phase 2."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,7 @@ def _table(name: str) -> dict[str, dict[str, float]]:
 
 
 def _over_sum(name: str, prefix: str, column: str) -> list[float]:
-    """The means of rows minus Sum's."""
+    """Each row's mean minus that of Sum."""
     rows = {row: of_row[column] for row, of_row in _table(name).items() if row.startswith(prefix)}
     return [mean - rows[f"{prefix}Sum"] for mean in rows.values()]
 

@@ -110,7 +110,7 @@ SAME = "got 3, two of which are the same .*partial"
         (lambda s: [lambda task: s.closure(n)(task) for n in range(3)], SAME),
         (lambda s: [partial(lambda x, task: x * s.closure(n)(task), 1) for n in range(3)], SAME),
         (lambda s: (lambda task: s.closure(n)(task) for n in range(3)), SAME),
-        # Each has its own batch, bound in one of several ways; a repeated one would draw batches.
+        # Each closure has its own batch, bound in one of several ways, or may draw a new one.
         (lambda s: [lambda task, n=n: s.closure(n)(task) for n in range(3)], None),
         (lambda s: [lambda t, *, n=b[0]: s.closure(0)(t) + n.sum() for b in s.batches], None),
         (lambda s: [partial(lambda n, task: s.closure(n)(task), n) for n in range(3)], None),
@@ -206,7 +206,7 @@ def test_a_frozen_teacher_with_another_task():
 
 
 def test_steps_leave_no_memory_behind():
-    """Torch never frees patches of its compiler's limits."""
+    """Torch never frees a patch of its compiler's limits, so later steps must not make any."""
     import torch._dynamo
 
     setup, opt = started()

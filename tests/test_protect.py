@@ -123,7 +123,7 @@ def test_opposed_zero_and_non_finite_gradients(
 
 
 def test_batches_with_labels_for_some_tasks() -> None:
-    """Nothing is projected without a protected gradient; alone, that gradient is the update."""
+    """Without a protected gradient, nothing is projected; a protected one alone is the update."""
     torch.manual_seed(0)
     trunk, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
     targets = {"p": 1.0, "q": -1.0, "r": -2.0}

@@ -1,4 +1,4 @@
-"""The recipes: each against a loop in plain torch, to the tolerance that its docstring states."""
+"""Each recipe against a plain torch loop, to the tolerance that the recipe's docstring states."""
 
 import importlib
 import re
@@ -213,7 +213,7 @@ def _without_conflict(rows: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 
 def _plain_surgery(shared, losses: Sequence[Tensor]) -> bool:
-    """PCGrad on these parameters, and the sum on all others; sets `.grad`."""
+    """Sets `.grad`: PCGrad's update of `shared`, other sums; returns whether gradients conflict."""
     rows = []
     for loss in losses:
         for p in shared:
@@ -304,7 +304,7 @@ def test_fine_tuning(float64, tmp_path, monkeypatch, resumed):
 
 
 class _PlainProtection:
-    """Projects updates against a protected task's gradient, which every fourth step renews."""
+    """Projects updates off a protected task's gradient, which every fourth step computes again."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
         self.parameters = parameters
@@ -505,7 +505,7 @@ def test_with_lightning_in_mixed_precision(dtype, trainer_options):
 
 
 def test_with_lightning(float64, tmp_path, trainer_options):
-    """The history counts batches, although `global_step` counts more; training can be resumed."""
+    """The history counts batches, and `global_step` optimizer steps: two per batch in Phase 1."""
     module = recipe("with_lightning")
     straight, trainer = module.train(**trainer_options)
     assert len(straight.history) == 12
@@ -705,7 +705,7 @@ def test_recipes_are_short_scripts(
     tmp_path,
 ):
     recipe(name)
-    if "ranks" in name or "deepspeed" in name:  # Sets what torchrun sets.
+    if "ranks" in name or "deepspeed" in name:  # Sets torchrun's variables.
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
         for variable, value in {**address, "LOCAL_RANK": "0"}.items():
             monkeypatch.setenv(variable, value)

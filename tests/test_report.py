@@ -23,7 +23,7 @@ SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 def one_step(
     method: cs.Method | None, scaled: bool
 ) -> tuple[Setup, cs.MultiTaskOptimizer, dict[str, Tensor], dict[str, list[Tensor]]]:
-    """Makes a step with rate 0; also returns the losses, and the tasks' gradients by parameter."""
+    """Makes a step with learning rate 0; also returns losses, and tasks' gradients by parameter."""
     setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
     opt = setup.start(method, scaler=scaler)
@@ -88,7 +88,7 @@ def test_gramian_methods(method: cs.GramianMethod, scaled: bool) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @SCALED
 def test_connection_strength(backend: str, scaled: bool) -> None:
-    """Compares channel groups, conflicts and removed energy per layer with plain autograd."""
+    """Compares each layer's groups, conflicts and removed squared norms with plain autograd."""
     with cs.use_backend(backend):
         setup, opt, _, grads = one_step(None, scaled)
     report, priority = opt.report(), opt.priority()
@@ -219,7 +219,8 @@ def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             reports.append(report)
         str(report)
     assert Recorder.replays > 1
-    for first, second in zip(reports[::2], reports[1::2], strict=True):  # None has changed.
+    # Later steps have not changed earlier reports.
+    for first, second in zip(reports[::2], reports[1::2], strict=True):
         numbers = [{**report.scalars(), "surgery_ms": 0} for report in (first, second)]
         assert numbers[0] == numbers[1]
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)

@@ -28,7 +28,7 @@ def _heads():
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_around_a_step(float64, line_search):
-    """The closure is MultiTaskOptimizer's, or one in plain torch."""
+    """The closure calls `opt.step`, or is plain torch."""
     results = []
     for ours in (True, False):
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_lbfgs_around_a_step(float64, line_search):
 
 
 def test_sparse_gradients_of_an_embedding(float64):
-    """Gradients equal those of one pass, weighted as the features' gradients are."""
+    """Gradients equal those of the sum of losses, weighted as the features' gradients are."""
     embedding, heads = nn.Embedding(20, 6, sparse=True), _heads()
     pair = torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adam(heads.parameters())
     opt = cs.MultiTaskOptimizer(embedding, pair, AB, cs.PCGrad())

@@ -112,7 +112,7 @@ def test_special_values_arrive(backend: str) -> None:
 def test_weighting(
     backend: str, dtype: torch.dtype, shape: tuple[int, ...], weight: float, place: str, memory: str
 ) -> None:
-    """The sketch has the bits of `sketch_`; updates are rounded once."""
+    """Sketches equal those of `sketch_`, bit for bit; updates are rounded once."""
     x = laid_out(torch.randn(shape).to(dtype), memory)
     update = x if place == "own" else laid_out(torch.randn(shape).to(dtype), memory)
     before, plain = update.double() if place == "added" else 0.0, _sketched(x, offset=77)

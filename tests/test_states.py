@@ -1,4 +1,4 @@
-"""States of methods and weightings: failed steps do not change them, wrong ones are not loaded."""
+"""Failed steps do not change states of methods and weightings; wrong states are not loaded."""
 
 import copy
 from collections.abc import Callable

@@ -32,11 +32,11 @@ _ops = torch.ops.cs_kernels
 @pytest.mark.parametrize(
     ("method", "gramian", "expected"),
     [
-        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each gets 1 / |g_j|^2 times the other, g_j.
+        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): projection adds g_j / |g_j|^2 to the other gradient.
         (cs.PCGrad(), CONFLICT, [2.0, 1.25]),
         (cs.PCGrad("mean"), CONFLICT, [1.0, 0.625]),
         (cs.UPGrad(), CONFLICT, [1.0, 0.625]),
-        # (g_2 - g_1) w = 0 on the segment: w_1 = (4 + 1) / 7.
+        # The shortest w_1 g_1 + w_2 g_2 is orthogonal to g_2 - g_1: w_1 = (4 + 1) / 7.
         (cs.MGDA(), CONFLICT, [5 / 7, 2 / 7]),
         (cs.MGDA("l2"), CONFLICT, [0.5, 0.5]),
         # G v = (1, 2) has the solution v = (2, 1).
@@ -47,9 +47,9 @@ _ops = torch.ops.cs_kernels
         (cs.AlignedMTL("min"), ORTHOGONAL, [0.5, 1.0]),
         (cs.AlignedMTL("median"), ORTHOGONAL, [0.5, 1.0]),
         (cs.AlignedMTL("rmse"), ORTHOGONAL, [2.5**0.5 / 2, 2.5**0.5]),
-        # g_0 = (1, 1/2); all of the radius 0.4 sqrt(1.25) goes to the second, which gains less.
+        # g_0 = (1, 1/2); all of the radius 0.4 sqrt(1.25) goes to task 2, which gains less.
         (cs.CAGrad(0.4, rescale=0), ORTHOGONAL, [0.5, 0.5 + 0.4 * 1.25**0.5]),
-        # By symmetry along g_0, with the length (1 + c) |g_0|.
+        # By symmetry, the update is along g_0; its length is (1 + c) |g_0|.
         (cs.CAGrad(0.4, rescale=0), torch.eye(2), [0.7, 0.7]),
         (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
         (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
@@ -132,9 +132,9 @@ def test_permuted_tasks_and_several_gramians(
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
 @each_method
 def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
-    """Updates match the reference's.
+    """Updates match the reference's; at half rank, only up to the square root of the ridge.
 
-    An update that is zero in theory is as long as the square root of the ridge.
+    This is the length of an update that is zero in theory.
     """
     rows = _random_rows(tasks, tasks, 4 * tasks if rank == "full" else tasks // 2 + 1)
     with cs.use_backend("reference"):
@@ -178,7 +178,7 @@ def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float
     ids=repr,
 )
 def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
-    """These methods guarantee it; MGDA with "l2" does so only for normalized gradients."""
+    """These methods guarantee such updates; MGDA with "l2" only for normalized gradients."""
     for seed in range(4 if SMALL else 12):
         rows = _random_rows(2 + seed % 6, seed)
         if getattr(method, "normalize", None) == "l2":
@@ -200,7 +200,7 @@ def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
 
 @each_method
 def test_degenerate_gramians(backend: str, method: GramianMethod) -> None:
-    """Weights are finite; overflows in a solver depend on the last bits of a scale."""
+    """Weights are finite at many scales: a solver's overflows depend on a scale's last bits."""
     fast = backend in ("reference", "cpu") or torch.cuda.is_available()  # Others are interpreted.
     line, few = [[1.0], [-2.0], [3.0], [1e-15], [1e15]], [1e-15, 1.0, 1e15]
     many = [1e-18 * 1.48**n for n in range(0, 48, 2 if fast else 24)]
@@ -271,7 +271,7 @@ def test_pcgrad_orders_are_uniform() -> None:
     assert len(counts) == 6
     expected = 16000 / 6
     chi_square = sum((n - expected) ** 2 / expected for n in counts.values())
-    assert chi_square < 20.5  # exceeded by one in a thousand, at 5 degrees of freedom
+    assert chi_square < 20.5  # The 99.9th percentile with 5 degrees of freedom.
 
 
 @pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(5, 1), (64, 33)])
@@ -355,7 +355,7 @@ def test_config_has_equal_cosines(backend: str) -> None:
 
 
 def test_config_without_a_common_direction(backend: str) -> None:
-    """If gradients are opposed or cancel, the update is zero; else, least squares give it."""
+    """The update is zero if gradients cancel; otherwise, it has the least-squares direction."""
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):

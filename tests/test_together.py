@@ -58,7 +58,7 @@ LAYERWISE = pytest.mark.parametrize("method", [PRIORITY, BY_LAYER], ids=repr)
 
 
 class Shorter(cs.GramianMethod):
-    """A user's method."""
+    """A user-defined method whose weights are inverse lengths."""
 
     layerwise = True
 
@@ -88,7 +88,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"weighting": cs.RandomWeights(seed=2)},
     {"weighting": cs.DynamicWeightAverage()},
     {"weighting": cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))},
-    # `max_norm` limits gradients without the factor, which is measured in the backward pass.
+    # `max_norm` limits gradients without the factor of a scaler or of `backward`; the backward pass
+    # measures this factor.
     *(
         {"method": method, "backward": backward, "scaler": scaler}
         for method in (PRIORITY, cs.NashMTL(max_norm=0.01, groups="layer"))
@@ -268,7 +269,8 @@ def own_weight(of: Callable[[Tensor], Tensor]) -> Case:
 
 NETWORKS: dict[str, Callable[[], Case]] = {
     **{f"layers-{dims}": partial(of_layers, dims) for dims in range(4)},
-    # Reentrant checkpointing needs an input with a gradient; statistics are updated once.
+    # Reentrant checkpointing needs an input that requires a gradient. The recomputation must not
+    # update statistics again.
     **{
         f"checkpointed-{reentrant}": lambda reentrant=reentrant: Case(
             checkpointed(reentrant, (trunk := small())[:3], trunk[3:]),
@@ -278,7 +280,7 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     },
     "later": lambda: composed(first_runs_later, nn.Linear(3, 4), nn.Linear(3, 4)),
     "named": lambda: composed(lambda net, x: net.norm(input=net.first(x)), Named(3, 4)),
-    "in place": lambda: Case(  # The first layer reads the changed input.
+    "in place": lambda: Case(  # The linear layer reads the changed input.
         converted(nn.Sequential(nn.ReLU(inplace=True), *normed(3, 4))),
         lambda run, _: run(vectors()),
         from_number,
@@ -436,7 +438,7 @@ TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
     "grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
 }
-# Behind another layer, with methods that update layer by layer.
+# Cases behind another layer, for a method that updates layer by layer.
 BEHIND: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
     "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
@@ -555,7 +557,7 @@ X = pictures()
 
 
 def plus(run: RunTrunk, term: Any, at: Any = "b") -> dict[str, Tensor]:
-    """Losses; that of `b` includes the square of a weight or of an output of trunk or layer."""
+    """Losses; `b`'s includes the square of a weight, or of an output of the trunk or a layer."""
     losses = squares(X)(run)
     if isinstance(term, nn.Module | dict):
         term = term[at] if isinstance(term, dict) else term(X)
@@ -615,7 +617,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     [
         *((name, PRIORITY, 0) for name in FORWARDS),
         ("past run 1", cs.Sum(), 0),
-        # Only the first step searches graphs.
+        # These are also refused in a later step, which does not search graphs.
         *((name, PRIORITY, 1) for name in ("a weight", "a weight in the pass")),
     ],
 )

@@ -58,14 +58,14 @@ def stationary(rows: Tensor) -> bool:
 
 
 def mgda_error(rows: Tensor, weights: Tensor) -> float:
-    """The update's squared norm, relative to the shortest gradient's; infinite off the simplex."""
+    """The update's squared norm relative to the shortest gradient's; infinite off the simplex."""
     if weights.min() < -1e-9 or abs(weights.sum() - 1) > 1e-9:
         return math.inf
     return float((weights @ rows).square().sum() / rows.square().sum(1).min())
 
 
 def upgrad_error(rows: Tensor, weights: Tensor) -> float:
-    """The distance from the mean of the projections, relative to the mean length."""
+    """The distance from the mean of the projections, relative to the gradients' mean length."""
     columns = rows.numpy().T
     scale = np.linalg.norm(columns)
     projections = [
@@ -76,7 +76,7 @@ def upgrad_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def cagrad_error(rows: Tensor, weights: Tensor) -> float:
-    """Minus the least gain, relative to |g_0| and the longest gradient; infinite off the ball."""
+    """Minus the least gain, relative to |g_0| max |g_i|; infinite outside the ball."""
     mean = rows.mean(0)
     direction = weights @ rows
     if (direction - mean).norm() > CAGRAD * mean.norm() * (1 + 1e-6):
@@ -113,7 +113,7 @@ def nash_error(rows: Tensor, weights: Tensor) -> float:
 
 
 def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
-    """How much the components along the gradients differ, and the weights' sum from one."""
+    """How much the components along the gradients differ, plus |sum of weights - 1|."""
     if not weights.any():
         return 1.0
     components = (rows / rows.norm(dim=1, keepdim=True)) @ (weights @ rows)
@@ -167,7 +167,7 @@ def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
 class _OurOrders:
     """Replaces torch.randperm in TorchJD by our orders, task by task.
 
-    PCGrad permutes all tasks, GradVac positions among the others.
+    PCGrad permutes all tasks; GradVac permutes positions among the other tasks.
     """
 
     def __init__(self, tasks: int, step: int = 0) -> None:
@@ -181,7 +181,7 @@ class _OurOrders:
         return torch.tensor([among.index(j) for j in order], dtype=torch.int64)
 
 
-# Our method, TorchJD's for k tasks, and a function: how far weights are from the definition.
+# Our method, TorchJD's for k tasks, and the error of weights with respect to the definition.
 CASES: dict[str, tuple[cs.GramianMethod, Callable[[int], torch.nn.Module], Error]] = {
     "PCGrad": (cs.PCGrad(seed=5), lambda k: theirs.PCGrad(), pcgrad_error),
     "CAGrad": (cs.CAGrad(CAGRAD, rescale=0), lambda k: theirs.CAGrad(CAGRAD), cagrad_error),

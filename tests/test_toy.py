@@ -54,7 +54,7 @@ def test_steps_equal_adams():
 
 
 def test_the_front():
-    """On the front, and only there, gradients are opposed or, at its ends, one is zero."""
+    """On the front, gradients are opposed or, at its ends, one is zero."""
     front = toy.pareto_front()
     assert toy.have_reached(front).all()
     gradients = torch.from_numpy(toy.losses_and_gradients(front)[1])
@@ -92,7 +92,7 @@ def test_every_method_draws_its_paths(tmp_path):
     for path in paths:
         assert path.points.shape == (2, len(toy.STARTS), 2)
         assert (path.points[0] == toy.STARTS).all()
-        # Adam's steps have the size of the rate.
+        # Adam's steps are about as long as the learning rate.
         assert 0 < abs(path.points[1] - path.points[0]).max() < 2 * toy.KEPT * toy.RATE
     toy.draw(paths, tmp_path / "toy.svg")
     for look in ("", "-dark"):

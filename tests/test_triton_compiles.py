@@ -71,10 +71,10 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
 
 
 class Contractions:
-    """Counts unrounded products that are added to another lane's number.
+    """Counts unrounded products that are added to a value from another lane.
 
     A sum of products over lanes may then differ between lanes in its last bit. `branches` counts
-    branches whose condition depends on such a sum: some lanes take them while others wait.
+    branches whose condition depends on such a sum: some lanes may take them while others do not.
     """
 
     def __init__(self, ptx: str) -> None:
@@ -84,7 +84,7 @@ class Contractions:
             found.groups(default="") for found in map(_INSTRUCTION.match, ptx.splitlines()) if found
         ]
         before = -1
-        while len(uneven) > before:  # Loops of the PTX feed back.
+        while len(uneven) > before:  # Repeats, since PTX has loops.
             before, self.number, self.branches = len(uneven), 0, 0
             for predicate, kind, written, rest in lines:
                 to, read = _REGISTER.findall(written), _REGISTER.findall(rest)

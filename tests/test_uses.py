@@ -443,7 +443,7 @@ def test_a_batch_without_labels_makes_no_step():
     ],
 )
 def test_runs_are_reproducible(small, use, row):
-    """Runs of tabular set their own seed, since single tasks are trained beside other rows."""
+    """Tabular sets its own seed: every row also trains the single tasks, which must be equal."""
     results = []
     for seed in (0, 99 if use is tabular else 0):
         tabular.single_tasks.cache_clear()
@@ -501,7 +501,7 @@ def test_the_balancer_trains_the_other_uses(tmp_path, small):
 
 
 def test_a_stopped_command_resumes(tmp_path, monkeypatch, small):
-    """Only missing results are trained again, and they are the same; a thread trains them."""
+    """Only the missing result is computed again, and is the same; a thread replaces processes."""
     monkeypatch.setattr(
         "uses.use.ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs)
     )
@@ -549,7 +549,7 @@ def test_ctrl_c_ends_the_command(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     printed, _ = process.communicate()
     assert process.returncode == 130, printed
-    assert "the same command goes on" in printed
+    assert "run the same command again" in printed
     assert 0 < len([*tmp_path.rglob("seed*.json")]) < len(digits.USE.rows) / 2
 
 

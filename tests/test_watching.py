@@ -1,4 +1,4 @@
-"""Pairs of a layer and its normalization, also through views, hooks and late first runs."""
+"""Pairs of a layer and its normalization, also through views, and if they first run late."""
 
 import copy
 import gc
@@ -427,7 +427,7 @@ def test_normalizations_that_have_run_before_in_other_places(order: str, togethe
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
-    """Watching ends if it finds nothing new, but still finds a layer that first runs later."""
+    """Watching ends once it finds nothing new; a layer that first runs later is still found."""
     trunk, opt, loss = deep(4, lr=1e-3)
     trunk[3].requires_grad_(False)  # Frozen: no gradient reveals its first run.
     for step in range(40):

@@ -259,7 +259,7 @@ def test_a_resumed_run(name: str, first: int) -> None:
     results = [weights_of(w, steps_of()[first:], "own") for w in (weighting, resumed)]
     assert_equal(*results)
     assert numbers(weighting) == numbers(resumed)
-    assert numbers(state) == numbers(before)  # Later steps have not changed it.
+    assert numbers(state) == numbers(before)  # Later steps have not changed the saved state.
 
 
 @STATEFUL
@@ -287,7 +287,7 @@ def test_a_state_from_another_device(name: str) -> None:
     step.surgery = Surgery()
     weights = weights_of(weighting, [step])[0]
     assert {weight.device.type for weight in weights.values()} == {"meta"}
-    if name != "DynamicWeightAverage":  # That one reads the means of a finished epoch.
+    if name != "DynamicWeightAverage":  # It reads the means of a finished epoch.
         weighting.start_epoch(2)
 
 
@@ -522,7 +522,7 @@ def test_gradnorm_weights_stay_positive() -> None:
 
 
 def test_gradnorm_learns_from_positive_losses() -> None:
-    """Weights wait for a task's first positive loss, and skip steps with a negative loss."""
+    """Weights stay until each task has had a positive loss, and in steps with a negative loss."""
     for first in (0.0, -1.0):
         weighting = cs.GradNorm()
         assert learned(weighting, {"a": first, "b": 2.0}, [4.0, 1.0]) == [1.0, 1.0]
@@ -581,10 +581,10 @@ def test_first_micro_batches_of_backward_weigh_each_task_by_its_own_loss() -> No
 
 @BOTH_PHASES
 def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
-    """Losses are computed on the step's batch, in the order of the call, and change nothing else.
+    """FAMO computes the losses after a step on the step's batch, in the order of the call.
 
-    Random numbers, such as dropout's, repeat those of the passes. Statistics of modules that first
-    run in a later step come only from training passes.
+    This changes nothing else. Random numbers, such as dropout's, repeat those of the passes.
+    Statistics of modules that first run in a later step come only from training passes.
     """
     order, states, after, again = TASKS[::-1], [], {}, {}
     for reevaluate in (True, False):
@@ -674,7 +674,7 @@ def test_losses_cannot_be_computed_again() -> None:
         message = rf"not compute losses again {where}.*FAMO\(.*use FAMO\(reevaluate=False"
         with refused(opt.weighting.state_dict, ValueError, message):
             call(given)
-    losses["a"].backward()  # The graph is complete.
+    losses["a"].backward()  # The refused call has not freed the graph.
 
 
 @pytest.mark.ranks

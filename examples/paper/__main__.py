@@ -24,7 +24,7 @@ from paper.timing import STEPS, estimate, time_rows, timed_runs
 
 
 def prepare(data: Path | None, parts: list[Part], out: Path) -> Path:
-    """The folder of the data sets; if none is given, small ones are made."""
+    """Returns the folder of the data sets; makes small ones if `data` is None."""
     if data is not None:
         return data
     root = out / "data"
@@ -56,14 +56,16 @@ def _options() -> argparse.Namespace:
         "--seeds",
         type=_at_least(0),
         nargs="+",
-        help="default: 0 1 2, and 0 alone for scaling and order on the small set",
+        help="default: 0 1 2; only 0 for scaling and order on the small set",
     )
     parser.add_argument("--only", help="a part of scaling, such as nyud/resnet18")
-    parser.add_argument("--out", type=Path, help="default: examples/out/paper, or small in it")
+    parser.add_argument(
+        "--out", type=Path, help="default: examples/out/paper, for the small set its folder small"
+    )
     parser.add_argument(
         "--jobs", type=_at_least(1), help="runs at once; default: 1 on GPUs, else one per core"
     )
-    parser.add_argument("--ranks", type=_at_least(1), help="processes, or GPUs, of each run")
+    parser.add_argument("--ranks", type=_at_least(1), help="processes (or GPUs) per run")
     parser.add_argument("--epochs", type=_at_least(1), help="default: as published")
     parser.add_argument(
         "--workers", type=_at_least(0), help="processes that read pictures, for each run"
@@ -124,7 +126,7 @@ def main() -> None:
         elif runs:
             run_all(runs, place, jobs, console)
     except (OSError, ValueError, FailedRunsError) as error:
-        # Errors of arguments, of data and of killed runs need no traceback.
+        # Invalid arguments, missing data and failed runs need no traceback.
         raise SystemExit(str(error)) from error
     if options.table == "time":
         tables.write_time(rows, parts[0], out, console, small=small)

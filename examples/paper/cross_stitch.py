@@ -64,7 +64,7 @@ def make_cross_stitch(tasks: Mapping[str, Task], width: float = 1.0) -> Network:
 
     """
     if len(tasks) < 2:
-        raise ValueError(f"tasks must be at least two to be stitched, got {list(tasks)}")
+        raise ValueError(f"tasks must have at least two tasks, got {list(tasks)}")
     trunk = StitchedSegNets(list(tasks), width)
     channels = next(iter(trunk.networks.values())).channels
     return Network(trunk, heads(channels, tasks))

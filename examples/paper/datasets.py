@@ -92,7 +92,7 @@ class Window:
 
 
 def nearest(start: float, length: float, out: int, limit: int) -> np.ndarray:
-    """The indices of the pixels that contain the centres of `out` equal intervals, int64 [out].
+    """The indices of the pixels that contain the centers of `out` equal intervals, int64 [out].
 
     Args:
         start: The start of the sampled interval, in pixels.
@@ -190,7 +190,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         """A picture, float32 [H, W, 3] in [0, 1], and its targets: [H, W], normals [H, W, 3]."""
 
     def _window(self, scale: float, height: int, width: int, draws: np.random.Generator) -> Window:
-        """A zoom about the centre, as in the paper for both NYUD and PASCAL.
+        """A zoom about the center, as in the paper for both NYUD and PASCAL.
 
         The published code of MTI-Net rotates PASCAL by up to 20 degrees and scales it by a factor
         in [0.75, 1.25] instead.
@@ -229,7 +229,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
         pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
         if not whole:
-            # Bicubic interpolation overshoots.
+            # Clamped, since bicubic interpolation overshoots.
             pixels = _interpolated(pixels, window, self.size, self.picture_mode).clamp(0, 1)
         item = {"picture": mirrored(pixels)}
         for name, task in self.tasks.items():
@@ -380,7 +380,7 @@ class PASCAL(MultiTaskDataset):
         path = self.folder / "pascal-context" / "trainval" / f"{name}.mat"
         labels = _whole_numbers(path, _load(path, lambda file: loadmat(file)["LabelMap"]), shape)
         _check_range(path, labels, 0, CONTEXT_CLASSES)
-        # The 3 x 3 Laplacian with 4 neighbours; mirroring does not repeat the border pixel.
+        # The 3 x 3 Laplacian with 4 neighbors; mirroring does not repeat the border pixel.
         edge = thin(ndimage.laplace(labels.astype(np.float64), mode="mirror") != 0)
 
         path = self.folder / "normals_distill" / f"{name}.png"
@@ -419,7 +419,7 @@ class Cityscapes(MultiTaskDataset):
     The pictures are in [0, 1] and not normalized, as in the literature. The augmentation follows
     CAGrad's published code: a random crop of 1 / scale of each side, enlarged bilinearly, with
     depth divided by the scale although it is inverse depth, and a flip. Unlike that code, which
-    aligns the corners of the crop, this class aligns pixel centres, as for the other data sets.
+    aligns the corners of the crop, this class aligns pixel centers, as for the other data sets.
     """
 
     name = "cityscapes"
@@ -495,7 +495,7 @@ def open_dataset(
         name: "nyud", "pascal" or "cityscapes".
         root: The folder that contains NYUD_MT, PASCAL_MT or cityscapes.
         split: "train" or "val".
-        size: Height and width to which pictures and targets are resized; None for the published.
+        size: The height and width of pictures and targets; None for the published size.
         augment: Whether pictures are enlarged by 1, 1.2 or 1.5 and mirrored with probability 0.5.
         seed: The seed of the augmentation, not negative.
 

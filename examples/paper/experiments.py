@@ -1,4 +1,4 @@
-"""The runs of each of the paper's tables: networks, methods, weightings, orders and lengths."""
+"""The runs of each of the paper's tables: networks, methods, weightings, orders and settings."""
 
 import json
 from collections.abc import Mapping
@@ -249,7 +249,7 @@ def _part(
         ]
     }
     for name, (row, tasks) in rows.items():
-        # RotoGrad computes its own gradients.
+        # RotoGrad computes its own gradients, in one process without mixed precision.
         alone = replace(settings, ranks=1, amp=None) if row == "RotoGrad" else settings
         runs[name] = [Run(data, network, row, tasks, weighting, seed, alone) for seed in seeds]
     title = f"{_NAMES[data]}, {_NAMES[network]}, {_NAMES[weighting]}"

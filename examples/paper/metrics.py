@@ -84,8 +84,8 @@ class Depth(_Sums):
 class Normals(_Sums):
     """Angles between normals in degrees: mean, median, and the share below thresholds in percent.
 
-    The median is computed from a histogram with bins of a thousandth of a degree, because all
-    angles of the real data sets would take gigabytes.
+    The median is computed from a histogram with bins of a thousandth of a degree, because storing
+    all angles of the real data sets would take gigabytes.
     """
 
     THRESHOLDS = (11.25, 22.5, 30.0)
@@ -176,7 +176,7 @@ def make_metric(task: Task, *, all_ranks: bool = True) -> Metric | MetricCollect
     """The metrics of a task.
 
     Args:
-        task: What is measured.
+        task: The task whose predictions are evaluated.
         all_ranks: Whether `compute` under torch.distributed is called on all ranks and sums over
             them; if not, it covers this rank alone.
 

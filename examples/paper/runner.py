@@ -26,7 +26,7 @@ from paper.train import columns
 EXAMPLES = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 ONE_THREAD = threading.Lock()
-"""`start` also polls other processes' exit codes, each of which can be read only once."""
+"""Held in `start` and `join`: `start` polls all processes, but an exit code can be read once."""
 
 
 class FailedRunsError(RuntimeError):
@@ -46,7 +46,7 @@ class Place:
     )
 
     def fingerprint(self, data: str) -> str:
-        """The fingerprint of a data set, whose folders are listed once."""
+        """The fingerprint of a data set, computed in the first call."""
         if data not in self._fingerprints:
             self._fingerprints[data] = fingerprint(data, self.data)
         return self._fingerprints[data]
@@ -78,11 +78,11 @@ class Place:
             raise ValueError(f"{folder} has a damaged file: delete the folder") from error
         differences = run.differences(found)
         if not differences and result.exists() and read["data"] != self.fingerprint(run.data):
-            differences = "the data"
+            differences = "different data"
         if differences:
             raise ValueError(
-                f"{folder} belongs to another run: delete it, or choose another folder with --out:"
-                f" expected and found {differences}"
+                f"{folder} belongs to another run: delete it, or choose another folder with --out;"
+                f" expected and found: {differences}"
             )
         return result.exists()
 
@@ -105,7 +105,7 @@ class Place:
         if (needed := run.needs()) is not None:
             conflicts = self.folder(needed) / "conflicts.json"
             if not conflicts.exists():
-                raise RuntimeError(f"{run.name} needs {conflicts}, but its run has failed")
+                raise RuntimeError(f"{run.name} needs {conflicts}, whose run has failed")
             arguments += ["--conflicts", str(conflicts)]
         log = folder / "log.txt"
         if (ranks := run.settings.ranks) > 1:
@@ -115,7 +115,7 @@ class Place:
                 ended = subprocess.run([sys.executable, *command], stdout=file, stderr=file)
             code = ended.returncode
         else:
-            # A forked process has its modules already: imports take longer than a small run.
+            # A forked process has all modules; importing them takes longer than a small run.
             process = CONTEXT.Process(target=_train_here, args=(arguments, log, self.threads, gpu))
             with ONE_THREAD:
                 process.start()
@@ -125,7 +125,7 @@ class Place:
             code = process.exitcode
         if code:
             tail = "\n".join(log.read_text().splitlines()[-15:])
-            raise RuntimeError(f"{run.name} ended with {code}; the end of {log}:\n{tail}")
+            raise RuntimeError(f"{run.name} ended with exit code {code}; the end of {log}:\n{tail}")
         return time.perf_counter() - start
 
 

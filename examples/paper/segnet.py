@@ -97,7 +97,7 @@ def heads(inputs: int, tasks: Mapping[str, Task]) -> dict[str, Head]:
 def make_segnet(tasks: Mapping[str, Task], width: float = 1.0) -> Network:
     """One SegNet for all tasks.
 
-    With 7 + 1 outputs it has 25,017,672 parameters: those of the published network without its
+    With 7 + 1 outputs it has 25,017,672 parameters, the number of the published network minus
     `PUBLISHED_EXTRAS`.
     """
     trunk = SegNet(width)

@@ -29,7 +29,7 @@ MOST_DISPARITY = 60 / DISPARITY_SCALE
 COLUMNS = {"train": (slice(0, 230), slice(510, 740)), "val": (slice(250, 490),)}
 """Regions of the photograph; the columns in between separate the filters of the targets."""
 VERSION = 2
-"""To be increased if the same settings write different files."""
+"""Increase this number if the same settings write different files."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def make_small(
     others from its middle. A second call with the same settings changes nothing. Disparity, in
     units of 32 pixels, is split into six bands of equal area. The targets are
 
-    - nyud: disparity as depth, which is not in metres and grows towards the camera; the bands as
+    - nyud: disparity as depth, which is not in meters and grows towards the camera; the bands as
       classes; the demo's normals and edges;
     - pascal: the bands as classes, with the farthest as background; the two nearest bands as
       salient pixels; six directions of the nearest band's slope as "human parts", except in every

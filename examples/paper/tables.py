@@ -133,7 +133,7 @@ def describe(run: Run, *, small: bool) -> str:
         "pretrained": lambda v: "pretrained" if v else "not pretrained",
         "epochs": lambda v: f"{v} epoch{'s' * (v > 1)}",
         "batch": lambda v: f"batches of {v}",
-        "ranks": lambda v: f"{v} processes a run",
+        "ranks": lambda v: f"{v} processes per run",
         "rate": lambda v: f"learning rate {v:g}",
         "amp": lambda v: f"mixed precision ({v})" if v else "",
         "compile": lambda v: "compiled" if v else "",
@@ -193,9 +193,9 @@ def write_time(
     head = ["", *rows]
     printed = PUBLISHED["time"]
     lines = [
-        ["here, s an epoch", *(f"{seconds:.2f}" for seconds in rows.values())],
+        ["here, s per epoch", *(f"{seconds:.2f}" for seconds in rows.values())],
         ["here, of Phase 1", *(f"{s / rows['Phase 1']:.2f}" for s in rows.values())],
-        ["paper, s an epoch", *(f"{printed[row][0]:.2f}" for row in rows)],
+        ["paper, s per epoch", *(f"{printed[row][0]:.2f}" for row in rows)],
         ["paper, of Phase 1", *(f"{printed[row][0] / printed['Phase 1'][0]:.2f}" for row in rows)],
     ]
     note = describe(part.runs()[-1], small=small)

@@ -135,11 +135,11 @@ def estimate(
         total += seconds * len(alike)
         rows = ", ".join(dict.fromkeys(run.row for run in alike))
         console.print(
-            f"{run.data} {run.network} {rows}: {step:.2f} s a step,"
-            f" {_duration(seconds)} a run, {len(alike)} run{'s' * (len(alike) > 1)}",
+            f"{run.data} {run.network} {rows}: {step:.2f} s per step,"
+            f" {_duration(seconds)} per run, {len(alike)} run{'s' * (len(alike) > 1)}",
             soft_wrap=True,
         )
-    at_once = f", {jobs} at once, if that costs no speed" if jobs > 1 else ""
+    at_once = f", for {jobs} runs at once at full speed" if jobs > 1 else ""
     console.print(f"about {_duration(total / jobs)} in all{at_once}")
     sides = " and ".join(f"{side} x {side}" for side in SIDES)
     basis = (

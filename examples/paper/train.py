@@ -2,8 +2,8 @@
 
 FOLDER contains the run as `run.json`, and receives
 
-- `checkpoint.pt` after every epoch; a resumed training has the same bits as an uninterrupted one;
-- `tensorboard/`: losses, task weights, conflicts, shares of top-priority channels, metrics;
+- `checkpoint.pt` after every epoch; a resumed run is bit-equal to an uninterrupted one;
+- `tensorboard/`: losses, task weights, conflicts, channels by top-priority task, metrics;
 - `result.json` at the end: metrics, the history by epoch, the number of parameters, seconds.
 """
 
@@ -103,7 +103,8 @@ class Training:
         torch.manual_seed(run.seed)
         self.tasks = {task: TASKS[run.data][task] for task in run.tasks}
         """The tasks in the order of Phase 1."""
-        # Ranks exchange who has labels while the batch is on the CPU, without waiting for the GPU.
+        # Ranks exchange whether they have labels while the batch is on the CPU, without waiting for
+        # the GPU.
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.data = fingerprint(run.data, root)
         """Stored in checkpoints and the result, to identify their data."""
@@ -188,7 +189,7 @@ class Training:
             run.data, root, "train", size=settings.size, augment=True, seed=run.seed
         )
         # An epoch has the same order on any number of ranks. The sampler adds the epoch to its
-        # seed, so neighbouring seeds would share orders.
+        # seed, so neighboring seeds would share orders.
         self.sampler = DistributedSampler(
             self.train_set, self.ranks, self.rank, seed=1_000_003 * run.seed, drop_last=True
         )
@@ -319,7 +320,7 @@ class Training:
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The metrics of every task on the whole evaluation split, pooled over the ranks.
 
-        All metrics of a task are NaN if a prediction is not finite or no pixel is labelled.
+        All metrics of a task are NaN if a prediction is not finite or no pixel is labeled.
         """
         self.network.eval()
         diverged = dict.fromkeys(self.tasks, torch.zeros((), dtype=torch.bool, device=self.device))

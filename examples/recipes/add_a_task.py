@@ -26,8 +26,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # Depends only on the epoch, so the new MultiTaskOptimizer can continue with it. (But its steps
-    # start from 0: with draw="step", or a method with random numbers, draws would repeat.)
+    # The phase depends only on the epoch, so both MultiTaskOptimizers can use one schedule. (Steps
+    # of the new one start from 0: with draw="step", or a random method, draws would repeat.)
     schedule = cs.Mixed(epochs=EPOCHS, seed=9)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
 

@@ -15,7 +15,7 @@ BATCH = 4  # Over all ranks.
 
 
 def train(epochs: int = 4, stage: int = 2) -> tuple[torch.nn.Module, list]:
-    """Makes a forward and a backward pass per task; the engine updates in its second step."""
+    """Makes a forward and a backward pass per task; the last `engine.step` updates parameters."""
     deepspeed.init_distributed()
     rank, size = dist.get_rank(), dist.get_world_size()
     config = {

@@ -55,7 +55,7 @@ def train(folder: str, resume: str | None = None, dropout: float = 0.1, **option
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    batches = []  # One task per batch; words are numbers, and "order" labels increases.
+    batches = []  # One task per batch; words are numbers, and labels of "order" mark increases.
     for x in torch.randint(30, (4, 8, 8)):
         batches.append({"input_ids": x, "labels": x[:, 0] // 10, "task": "topic"})
         batches.append({"input_ids": x, "labels": (x > x.roll(1, 1)).long(), "task": "order"})

@@ -16,7 +16,7 @@ def train(epochs: int = 4, backend: str = "inductor") -> tuple[Network, list]:
     """Trains two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before compilation.
-    # Call it instead of network.trunk. (network.trunk.compile() would not compile the
+    # Call this trunk instead of network.trunk. (network.trunk.compile() would not compile the
     # convolutions, because torch does not compile an nn.Sequential in place.)
     trunk = torch.compile(network.trunk, backend=backend, fullgraph=True)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)

@@ -1,7 +1,7 @@
 """Exports one task's network, without task-specific normalization, with torch.export.
 
 In float64, outputs of the exported program match those of the converted network, with this task
-active, to within 1e-12. Its state dict has the keys of the trunk's before the conversion.
+active, to within 1e-12. In its state dict, the trunk has the keys from before the conversion.
 """
 
 import torch

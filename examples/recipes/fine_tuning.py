@@ -61,7 +61,7 @@ def train(
             }
             finite = finite and all(loss.isfinite() for loss in losses.values())
             opt.backward(losses, update=n == MICRO_BATCHES - 1)
-        if finite:  # Waits for a GPU.
+        if finite:  # Synchronizes with the device.
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             adamw.step()
         else:

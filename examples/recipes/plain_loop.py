@@ -20,7 +20,7 @@ def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, lis
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the optimizer is built.
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # All epochs, including those of resumed runs: the share of Phase 2 grows with the epochs.
+    # `epochs` includes those of resumed runs: the share of Phase 2 grows until the last epoch.
     schedule = cs.Mixed(epochs=4, seed=0, draw="step")
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
     first = 0

@@ -1,4 +1,4 @@
-"""Protects an old objective on several processes with fully_shard; its gradient is sharded, too.
+"""Protects an old objective on several processes; fully_shard shards its gradient, too.
 
 Start it with torchrun --nproc-per-node=2 protect_ranks.py. In float64, parameters match those of
 one process on whole batches to within 1e-12.

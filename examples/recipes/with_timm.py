@@ -51,7 +51,7 @@ def train(epochs: int = 4) -> tuple[Network, list, Network]:
 
 @torch.no_grad()
 def predict(network: Network, images: Tensor, task: str) -> Tensor:
-    """Predicts a task; activates it in this network's trunk, since the average has its own."""
+    """Predicts a task; each network, and so the average, has its own active task."""
     network.eval()
     with cs.nn.active_task(network.trunk, task):
         return network(images, task)

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = options.seeds, options.quick, options.jobs
         results = run_all(use, *given, folder, console, options.device)
     except KeyboardInterrupt:
-        console.print("stopped: the same command goes on with the runs that are not finished")
+        console.print("stopped: run the same command again for the remaining runs")
         sys.exit(130)
     write(use, results, folder, console)
     console.print(f"written to {folder} after {time.perf_counter() - start:.0f} s")

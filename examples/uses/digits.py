@@ -12,7 +12,8 @@ optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization
 "Phase 2" and "Mixed", which needs a forward pass per task. All other methods train as published, on
 a plain trunk with one forward pass (`opt.backward`).
 
-A step has a conflict if two tasks' gradients in all shared parameters have a negative product.
+A step has a conflict if the dot product of two tasks' gradients, over all shared parameters, is
+negative.
 Seconds include counting conflicts. Without counting, "Sum" would need only one backward pass.
 """
 
@@ -35,7 +36,7 @@ SIDE = 14
 """The size of a digit in a picture, in pixels; scikit-learn's digits have 8 x 8."""
 HEIGHT = 20
 APART = 5
-"""Pixels between the left sides of two neighbours, before random shifts by one pixel."""
+"""Pixels between the left sides of two neighbors, before random shifts by one pixel."""
 TEST_DIGITS, TEST_PICTURES = 600, 2000
 BATCH = 64
 RATE = 2e-3

@@ -221,7 +221,7 @@ LOSSES = {"boxes": loss_of_boxes, "pixels": loss_of_pixels}
 def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
     """Average precision over all pictures; the class must be correct, and the IoU at least 0.5.
 
-    A box is predicted where a class's score is larger than at the eight neighbouring positions.
+    A box is predicted where a class's score is larger than at the eight neighboring positions.
     """
     scores = output[:, :CLASSES].sigmoid()
     peaks = scores * (scores == functional.max_pool2d(scores, 3, 1, padding=1))

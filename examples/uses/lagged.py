@@ -32,7 +32,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of another use, and the result, in percent, by which they are compared."""
+    """Methods of another use, and the result, in percent, by which they are compared."""
 
     use: ModuleType
     prefix: str

@@ -206,7 +206,7 @@ def derivatives(
 
 
 def _gradient(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    # Each value depends only on its own point.
+    # Each value depends only on its own point, so the sum's gradient has all derivatives.
     (found,) = torch.autograd.grad(values.sum(), points, create_graph=True)
     return found[:, 0], found[:, 1]
 

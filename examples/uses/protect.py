@@ -50,7 +50,7 @@ class Problem:
     new: str
     """The name of the text."""
     objective: Callable[[Tensor], Tensor]
-    """From the mean loss of each sample [N] to the loss of the task."""
+    """Computes the task's loss from the mean loss of each sample, [N]."""
     rate: float
     """AdamW's learning rate."""
     steps: int
@@ -199,7 +199,7 @@ ROWS = {
     "Protect, span 4": (partial(cs.Protect, KEEP, refresh_every=4, rank=4), 1.0, 1),
     "Protect, balancer": (partial(cs.Protect, KEEP), 1.0, 1),
 }
-"""By row: the method, the kept loss's weight, and the interval of steps that include it."""
+"""By row: the method, the protected loss's weight, and the number of steps per use of it."""
 
 
 OLD = {"kept": "documentation", "other": "SciPy"}
@@ -224,7 +224,7 @@ def losses(
 def make_step(
     row: str, network: nn.Module, adamw: torch.optim.Optimizer
 ) -> Callable[[int, Callable[[str], Tensor]], None]:
-    """A function that makes a step of a row, given its number and the losses."""
+    """Returns a function that makes a step of a row, from the step's number and the losses."""
     make, weight, every = ROWS[row]
     if row.endswith("balancer"):
         balancer = cs.GradientBalancer(network.parameters(), TASKS, make(), adamw)
@@ -267,7 +267,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def at_level(path: Mapping[str, Sequence[float]], level: float) -> Result:
-    """Losses where the new text's loss first crosses a level, between two measurements."""
+    """Interpolates all losses to where the new text's loss first crosses a level."""
     new, up = path["new"], level > path["new"][0]
     for i, (before, after) in enumerate(pairwise(new)):
         if before != after and (after >= level) == up and (before >= level) != up:
@@ -278,7 +278,7 @@ def at_level(path: Mapping[str, Sequence[float]], level: float) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Plots the losses of the old texts against that of the new one, as means over the seeds."""
+    """Plots the old texts' losses against the new text's loss, as means over the seeds."""
 
     def paths() -> Figure:
         figure, axes = style.panels(len(PROBLEMS), 2, 9.0)
