@@ -27,10 +27,10 @@ WAYS = {
     "LibMTL's way, PCGrad": ("LibMTL", "o-", "LibMTL's way"),
     "textbook PCGrad": ("textbook", "o-", "textbook"),
 }
-"""By step of `price`: the library, the marker and the label in the picture of ResNet-18.
+"""By step of `price`: the library, the marker and the label in the plot of ResNet-18.
 
-Two other variants of TorchJD are left out: one is slower than the first one here, the other takes
-more memory than the second.
+TorchJD's two other variants are left out: they are slower than its fastest variant, and take more
+memory than its Engine.
 """
 FRONT = {
     "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
@@ -43,7 +43,8 @@ FRONT = {
     "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
     "ConnectionStrength, step": ("cs_kernels", "ConnectionStrength", ""),
 }
-"""By step of `price`: the library, the label, and the peer in `methods` ("" for cs_kernels)."""
+"""By step: the library, the label, and the peer in `methods` with the time of the surgery ("" for
+cs_kernels, None if the surgery is not timed)."""
 
 
 def front() -> list[dict[str, Any]]:
@@ -155,7 +156,7 @@ def draw_price() -> None:
                 color = style.LIBRARIES["limit"]
                 ax.plot(tasks, limit, "--", color=color)
                 lines["(1 + 2K) / 3"] = (limit[-1], color)
-            else:  # The line above serves both: a step that solves keeps as many gradients.
+            else:  # No label: a step that solves keeps as many gradients as "exact".
                 del lines["update_every=10"]
             style.log(ax, "y")
             ax.grid(axis="y")
@@ -174,7 +175,7 @@ PANELS = {
     "megabytes": ("gradients", "MB", ".0f", (100, 1000)),
     "surgery": ("surgery alone", "ms", ".0f", (10, 100, 1000)),
 }
-"""Panels of the front's picture, by key of a row: title, unit, number format, ticks."""
+"""The panels of `draw_front`, by key of a row: title, unit, number format, ticks."""
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10, "va": "center"}
 
 

@@ -245,7 +245,7 @@ TABLES: dict[str, tuple[Callable[..., Iterable[Row]], list[tuple[str, str | None
     "host": (_host, [("host", None)]),
     "ranks": (_ranks, [("ranks", None)]),
 }
-"""By name: a function of records, and for each of these its file and a network that it contains."""
+"""By table: a function of records, and for each record its file and a network that it contains."""
 
 HELPS = {
     "three digits that overlap, accuracy in %": (
@@ -284,14 +284,14 @@ HELPS = {
         ("Sum, times 10", "ten times the loss to keep, three times the steps,"),
     ),
 }
-"""By problem: file, prefix of rows, and column of the records; methods; a row without surgery."""
+"""By problem: file, row prefix and column of the results; methods; a row without surgery."""
 SEEDS = """Five seeds: means ± half of the 95 % interval, or a median (minimum to maximum). Where \
 losses share a forward pass, a step with surgery costs (1 + 2K) / 3 plain steps. Records: \
 `examples/results/uses`."""
 
 
 def trainings() -> str:
-    """The gains of surgery on each problem, beside gains of the plain sum by other means."""
+    """A table with a row per problem: plain sum, surgery, and the plain sum with more effort."""
     rows = []
     for problem, ((file, prefix, column), methods, (other, words)) in HELPS.items():
         lines = [
@@ -305,7 +305,7 @@ def trainings() -> str:
     header = ["trained on", "plain sum", "with surgery", "plain sum with more steps or weights"]
     text = "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 4, *rows))
     text = re.sub(r"(\d)-(\d)", r"\1 to \2", text)
-    return text.replace(" ± ", "\u00a0±\u00a0")  # A number does not wrap.
+    return text.replace(" ± ", "\u00a0±\u00a0")  # A mean and its interval do not wrap.
 
 
 def _source(record: Record) -> str:

@@ -4,11 +4,12 @@
 
 The benchmark trains ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo. It
 compares replicated ranks, ranks with `fully_shard`, and the textbook loop, which all-reduces every
-task's whole gradient. All ranks must have the same bits, and updates must agree with the textbook
-loop's. At features, where the trunk is not converted, the textbook loop sums the Gramian of the
-features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task weights
-are from the first step. GradientBalancer runs with DistributedDataParallel and `fully_shard`, whose
-updates must agree. `--quick` uses a narrow network and 2 processes, and writes no record.
+task's whole gradient. Parameters must be bitwise equal on all ranks, and updates must agree with
+the textbook loop's. At features, where the trunk is not converted, the textbook loop sums the
+Gramian of the features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept
+task weights are from the first step. GradientBalancer runs with DistributedDataParallel and
+`fully_shard`, whose updates must agree. `--quick` uses a narrow network and 2 processes, and writes
+no record.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 WAYS = ("textbook", "replicated", "fully_shard")
 SKETCH = 65536
 STEPS = 4
-"""The first step learns the passes; memory is measured in the third, and bytes in the fourth."""
+"""The first steps warm up; memory is measured in the third, and bytes are counted in the fourth."""
 TOLERANCE = 1e-5
 """The largest difference allowed, relative to the largest element of each parameter's update."""
 
@@ -146,7 +147,8 @@ class Training:
                 self.opt.backward(losses, features=z)
             self.opt.optimizer.step()
         else:
-            if self.way == "textbook":  # The textbook loop keeps no buffer of the update.
+            if self.way == "textbook":
+                # A new optimizer, because the textbook loop keeps no buffers of updates.
                 state, self.opt = self.opt.state_dict(), self.made()
                 self.opt.load_state_dict(state)
                 gc.collect()
@@ -154,7 +156,7 @@ class Training:
         self.number += 1
 
     def textbook_at_features(self, z: Tensor, losses: dict[str, Tensor]) -> None:
-        """Computes the gradients of all parameters in plain torch, except for the task weights."""
+        """Computes all gradients in plain torch; only the task weights come from cs_kernels."""
         self.opt.optimizer.zero_grad()
         rows, ranks = [], dist.get_world_size()
         for task, loss in losses.items():
@@ -205,7 +207,8 @@ class Balanced(Training):
                 self.wrapper = DistributedDataParallel(
                     self.wrapper, broadcast_buffers=False, **options
                 )
-            self.wrapper.register_comm_hook(None, allreduce_hook)  # Seen by torch's dispatcher.
+            # `Collectives` counts the all-reduce of a hook, which torch's dispatcher sees.
+            self.wrapper.register_comm_hook(None, allreduce_hook)
         # foreach refuses a mix of sharded and whole tensors.
         self.sgd = torch.optim.SGD(self.parameters, lr=0.05, foreach=False)
         method = METHODS[self.method]()
@@ -243,7 +246,7 @@ def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
 def case(
     way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
 ) -> dict[str, Any]:
-    """The counts of one rank; a method's first way fills `expected`, the updates of all ways."""
+    """The counts of one rank; a method's first way sets `expected`, which other ways must match."""
     made = Balanced if method == BALANCED else Training
     training = made(way, method, rank, size, width)
     nbytes = 4 * training.numel
@@ -288,7 +291,7 @@ def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict
 
 
 def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The counts, which must be equal on all ranks, as must the bits of all parameters."""
+    """Yields the counts of all ranks; these and the bits of parameters must agree between ranks."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from ranks import Ranks  # From tests/; this file is __main__.
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":
         name = re.sub(NAMESPACES_AND_ARGUMENTS, "", kernel["name"])
         of_name.setdefault(name, []).append(kernel)
     architectures = ", ".join(sorted({kernel["architecture"] for kernel in kernels}))
-    print(f"{len(kernels)} kernels for {architectures}; the greatest of these, in bytes")
+    print(f"{len(kernels)} kernels for {architectures}; maximum per name; memory in bytes")
     print(f"{'kernel':50}" + "".join(f"{column:>10}" for column in COLUMNS))
     for name, found in sorted(of_name.items()):
         greatest = (max(int(kernel[column]) for kernel in found) for column in COLUMNS)
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     cuda = getattr(_C, "cuda", None)
     for tasks in (2, 4, 8, 16, 64) if cuda else ():
         of_block = ", ".join(f"{kernel} {n}" for kernel, n in cuda.shared_memory(tasks).items())
-        print(f"shared memory of a block, {tasks} tasks: {of_block}")
+        print(f"shared memory per block, bytes, {tasks} tasks: {of_block}")
     failed = [k for k in kernels if any(k[column] != "0" for column in COLUMNS[1:])]
     for kernel in failed:
         print(f"in local memory: {kernel['name']} for {kernel['architecture']}")

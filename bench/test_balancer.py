@@ -71,7 +71,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
 
 
 class _Balanced(WholeStep):
-    """A step with a GradientBalancer, or a plain step; `own` means one pass per task."""
+    """A step with a GradientBalancer, or a plain step; `own` means a forward pass per task."""
 
     def __init__(
         self, network: str, tasks: int, every: int, batch: int, *, own: bool, plain: bool

@@ -1,4 +1,4 @@
-"""Fused Phase 2 on a GPU against the peers, and against a copy of as many bytes, made just before.
+"""Fused Phase 2 on a GPU against the peers, and against a copy that moves as many bytes.
 
 A step is timed by device events in two ways: replayed from a CUDA graph, which shows the time of
 the kernels, and launched from Python, which shows the time that a caller observes with an empty

@@ -52,7 +52,7 @@ def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None
         lambda task: sum(z.mean() for z in trunk(torch.randn(2, 3, 32, 32)))
     )
     sgd.zero_grad()
-    # The CUDA backend accepts CPU tensors, and its kernels do nothing.
+    # Makes the CUDA backend accept CPU tensors, with kernels that do nothing.
     monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))
     here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
     monkeypatch.setitem(backends._BACKENDS, "cuda", here)

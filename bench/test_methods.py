@@ -1,4 +1,4 @@
-"""Every method against a copy, TorchJD and the textbook loops, from K x `.grad` to `.grad`.
+"""Every method against a copy, TorchJD and the textbook loops.
 
 "step" starts from the gradients that K backward passes have left in the parameters' `.grad` and
 ends with the update in `.grad`; "matrix" starts from an existing K x N matrix and ends with a

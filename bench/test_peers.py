@@ -46,7 +46,7 @@ def _run(step: WholeStep) -> tuple[float, int]:
     return 1e3 * (time.perf_counter() - start), _faults() - before
 
 
-# TorchJD's passes warn of operations without a batching rule.
+# TorchJD's backward passes warn of operators without a batching rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("tasks", [2, 4, 8])
 @pytest.mark.parametrize("network", ["resnet18", "resnet50", "vit", "mlp", "lstm", "experts"])

@@ -1,4 +1,4 @@
-"""Fused Phase 2 against the peers, and against a copy of as many bytes, made just before."""
+"""Fused Phase 2 against the peers, and against a copy that moves as many bytes."""
 
 import random
 from typing import Any

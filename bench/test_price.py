@@ -1,9 +1,9 @@
 """Whole training steps relative to the plain step, which makes one forward and one backward pass.
 
-The plain step's backward pass is of the summed loss. `test_price` compares steps with the peers',
-`test_limits` with the lower bound for exact gradients: K backward passes after one forward pass
-cost (1 + 2K) / 3 plain steps, if the forward pass, the gradients of inputs and the gradients of
-weights cost the same. Every round begins with the plain step. A ratio is the median over the
+The plain step's backward pass is of the summed loss. `test_price` compares our steps with the
+peers', `test_limits` with the lower bound for exact gradients: K backward passes after one forward
+pass cost (1 + 2K) / 3 plain steps, if the forward pass, the gradients of inputs and the gradients
+of weights cost the same. Every round begins with the plain step. A ratio is the median over the
 rounds.
 """
 
@@ -51,7 +51,7 @@ PEERS: dict[str, Callable[[str, int], WholeStep]] = {
 def _keeping(name: str) -> cs.Method | None:
     """A method that solves in every tenth step; None if this version has no `update_every`."""
     try:
-        cs.PCGrad(update_every=EVERY)  # NashMTL had an older option of this name.
+        cs.PCGrad(update_every=EVERY)  # In older versions, NashMTL has another option of this name.
         return getattr(cs, name)(update_every=EVERY)
     except TypeError:
         return None
@@ -104,7 +104,7 @@ def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
 
 
 def _run(name: str, row: WholeStep) -> Callable[[], float]:
-    """Times a step in milliseconds; with `update_every`, the mean over whole cycles."""
+    """Returns a timer of a step in milliseconds; with `update_every`, of the mean over a cycle."""
     if "update_every" not in name:
         return timed(row.step)
 
@@ -124,7 +124,7 @@ def _peaks(name: str, row: WholeStep) -> dict[str, int]:
 
 
 def _measured(rows: dict[str, WholeStep], quick: bool, seconds: float) -> dict[str, dict[str, Any]]:
-    """The times of every row."""
+    """The entries of every row in a record, with times relative to the plain step."""
     runs = {name: _run(name, row) for name, row in rows.items()}
     times = in_turns(runs, 1 if quick else 11, seconds)
     milliseconds = medians(times)
@@ -150,7 +150,7 @@ def _network(name: str, tasks: int, quick: bool) -> str:
     return "small"
 
 
-# Attention's backward pass has no rule for `torch.vmap`, so TorchJD makes it task by task.
+# Attention's backward pass has no batching rule, so `torch.vmap` runs it task by task.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("tasks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["resnet18", "vit"])

@@ -24,7 +24,7 @@ import cs_kernels as cs
 
 
 class _Peer(cs.Method):
-    """A peer's method, applied to the gradients of our step; it may write `.grad` itself."""
+    """A peer's method on the gradients of our step; it returns the updates or writes `.grad`."""
 
     def __init__(self, combine: Callable[..., Any]) -> None:
         self._combine = combine

@@ -136,14 +136,7 @@ class Crops:
         """Draws the whole batch on every rank; returns the share of this rank."""
         _, height, width = self.scene.picture.shape
         corners = [
-            [
-                int(
-                    torch.randint(
-                        limit - self.size + 1, (), generator=self._generator, device="cpu"
-                    )
-                )
-                for limit in (height, width)
-            ]
+            [self._random(limit - self.size + 1) for limit in (height, width)]
             for _ in range(self.batch)
         ]
         return stack(

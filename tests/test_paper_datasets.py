@@ -431,7 +431,7 @@ KITTI = "name must be one of nyud, pascal, cityscapes, got 'kitti'"
         (
             open_small,
             {"name": "kitti"},
-            "name must be one of nyud, pascal, cityscapes, got 'kitti'",
+            KITTI,
         ),
         (open_small, {"split": "test"}, "split must be 'train' or 'val', got 'test'"),
         (open_small, {"seed": -1}, "seed must not be negative, got -1"),
@@ -439,7 +439,7 @@ KITTI = "name must be one of nyud, pascal, cityscapes, got 'kitti'"
         (
             make_small,
             {"name": "kitti"},
-            "name must be one of nyud, pascal, cityscapes, got 'kitti'",
+            KITTI,
         ),
         (make_small, {"train": 0}, "train, val and size must be positive, got 0"),
         (make_small, {"size": (0, 8)}, "must be positive"),

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operators that read a number or a shape from the device; decompositions and inverses read a
-# status.
+# Operators that read from the device: a number, a shape, or the status of a decomposition.
 _WAITING = {
     "_local_scalar_dense",
     "equal",
@@ -67,7 +66,7 @@ class GradientMemory(TorchDispatchMode):
     These are the weight gradients that `convolution_backward` returns, and everything that an
     operator writes with such an allocation among its inputs: `.grad`, buckets, rows, updates,
     temporaries. Each allocation counts with its whole size until it is freed. Buffers inside an
-    operator or inside a backend of torch.distributed are not seen.
+    operator or inside a backend of torch.distributed are not counted.
 
     Args:
         parameters: Tensors that are not gradients, although operators write them from gradients,
@@ -142,7 +141,7 @@ _COLLECTIVES = {
     "c10d::_allgather_base_": ("all-gather", 0, 1),
     "c10d::allgather_": ("all-gather", 0, 1),
 }
-"""The kind; the index of the whole tensor's argument; how many times a ring sends the tensor."""
+"""By operator: the kind, the index of the whole tensor's argument, how often a ring sends it."""
 
 
 class Collectives(TorchDispatchMode):

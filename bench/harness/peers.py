@@ -1,8 +1,8 @@
 """The peers: TorchJD, and the loops that many repositories copy.
 
 TorchJD's Nash-MTL is the authors' own code, and UPGrad was published with TorchJD. The copied
-loops, called "textbook", flatten the gradients in plain torch and solve the K x K problem on the
-host.
+loops, called "textbook", flatten the gradients in plain torch; MGDA and CAGrad solve the K x K
+problem on the host.
 """
 
 import copy

@@ -58,7 +58,7 @@ NETWORKS: dict[str, list[Shape]] = {
 
 
 def shapes_of(network: str) -> list[Shape]:
-    """A network's shapes; HRNet-18's, 305 convolutions of its stem and stages, come from timm."""
+    """The shapes of a network's weights; for HRNet-18, the 305 convolutions of timm's network."""
     if network == "hrnet18":
         return [tuple(p.shape) for p in HRNET18.trunk().parameters() if p.dim() == 4]
     return NETWORKS[network]
@@ -179,7 +179,7 @@ class Problem:
         method.combine(self._gradients, NO_LAYERS, cs.Step(tasks=tuple(self.tasks)))
 
     def combine_bytes(self, name: str) -> int:
-        """The bytes moved: gradients are read for the Gramian and the sum, or just once."""
+        """The bytes moved: GradDrop reads each gradient once, other methods read it twice."""
         reads = len(self.tasks) * (1 if name == "GradDrop" else 2)
         return (reads + 1) * self.numel * self.itemsize
 

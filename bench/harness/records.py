@@ -15,7 +15,7 @@ from cs_kernels import _C
 
 
 def line(case: dict[str, Any]) -> str:
-    """A case as text, with four digits per number."""
+    """A case as text, with four significant digits per floating-point number."""
     parts = []
     for key, value in case.items():
         if isinstance(value, dict):
@@ -52,7 +52,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" if files changed other than those that benchmarks write."""
+    """The commit, with "-dirty" if a file changed that benchmarks do not write."""
     commit = _git("rev-parse", "--short", "HEAD")
     written = [f":(top,exclude){path}" for path in ("bench/results", "docs/benchmarks.md")]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)

@@ -1,4 +1,4 @@
-"""Whole training steps: a trunk, one head per task, and a batch of pictures."""
+"""Whole training steps: a trunk, one head per task, and a batch of samples."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torchvision_operators
 
 
 def timm_model(name: str, **options: Any) -> Any:
-    """A network of timm, also where torchvision's operators do not load."""
+    """A network of timm, even if torchvision's operators do not load."""
     torchvision_operators.define()
     import timm
 
@@ -40,16 +40,16 @@ class Setting:
     device: str = "cpu"
 
     def facts(self) -> dict[str, Any]:
-        """The setting's entries of a record."""
+        """The setting's entries in a record."""
         tasks, size = len(self.channels), self.shape[-1]
         return {"network": self.name, "tasks": tasks, "batch": self.batch, "size": size}
 
 
 class Training:
-    """The networks of a setting, a batch, and its steps.
+    """The networks and the batch of a setting, and its training steps.
 
     Args:
-        setting: What to train.
+        setting: The networks and the batch.
         method: As in `MultiTaskOptimizer`.
         schedule: As in `MultiTaskOptimizer`.
         adam: Whether to use Adam, which has a state, instead of SGD.
@@ -74,7 +74,7 @@ class Training:
         self.trunk = setting.trunk()
         if convert:
             cs.nn.convert_task_batchnorm(self.trunk, tasks)
-        for norm in cs.nn.task_norms(self.trunk):  # Otherwise rounding would decide the priorities.
+        for norm in cs.nn.task_norms(self.trunk):  # With equal scales, rounding sets priorities.
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
         self.heads = nn.ModuleDict({t: setting.head(n) for t, n in setting.channels.items()})

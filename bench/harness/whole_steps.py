@@ -87,7 +87,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int, tuple[int, ...]]] =
 
 
 def setting_of(network: str, tasks: int) -> Setting:
-    """A batch, and a linear head with 10 outputs per task."""
+    """The setting of a network, with a linear head of 10 outputs per task."""
     trunk, width, batch, shape = NETWORKS[network]
     return Setting(
         name=network,
@@ -106,7 +106,7 @@ class WholeStep(Training):
         network: A name in `NETWORKS`.
         tasks: The number of tasks.
         method: The method of our step.
-        batch: The number of samples; None for the network's own.
+        batch: The number of samples; None for the number in `NETWORKS`.
         options: As in `Training`.
 
     """
@@ -174,7 +174,7 @@ class WholeStep(Training):
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """One vector, because some gradients, such as those of key biases, are only rounding errors."""
+    """Concatenates gradients, because some of them, as for key biases, are only rounding errors."""
     return torch.cat([t.flatten().double() for t in tensors if t is not None])
 
 
@@ -246,7 +246,7 @@ class TorchJD(WholeStep):
 
 
 class TorchJDAtFeatures(TorchJD):
-    """`torchjd.autojac.mtl_backward`: heads get plain gradients, the trunk gets K at once."""
+    """`torchjd.autojac.mtl_backward`: heads get plain gradients, the trunk K gradients at once."""
 
     def backward(self, z: Tensor, losses: Losses) -> None:
         from torchjd import autojac
