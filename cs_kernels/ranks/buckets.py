@@ -267,8 +267,8 @@ class Overlap:
     def accumulated(self, i: int) -> None:
         """Called after a gradient was accumulated into `.grad`."""
         if self._send is not None:
-            # Sends buckets before this parameter is counted, so that the parameter's other hooks run
-            # before its bucket is sent.
+            # Sends before this parameter is counted, so that the parameter's other hooks run before
+            # its bucket is sent.
             while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
                 self._send(self._order[self._sent])
                 self._sent += 1

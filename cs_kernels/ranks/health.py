@@ -55,7 +55,7 @@ class Health:
                     self._failures.raise_on_all(
                         RankError(
                             f"ranks must hold the same parameters: {name} of rank {numbers[rank]}"
-                            f" differs from rank {numbers[other]}'s; load the same checkpoint or set"
-                            " the same seed before the network is built"
+                            f" differs from rank {numbers[other]}'s; load the same checkpoint or"
+                            " set the same seed before the network is built"
                         )
                     )

@@ -1,4 +1,4 @@
-"""Messages between ranks about a step: its tasks, failures, and what its passes discovered.
+"""Messages between ranks about a step: its tasks, failures, and the discoveries of its passes.
 
 A message is a few numbers that the hosts exchange in a separate gloo group, so no device waits for
 it. A rank sends one message at the start of each call, and one after each stage's passes, before it

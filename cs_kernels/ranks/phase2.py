@@ -25,7 +25,7 @@ class _LayerPieces(NamedTuple):
 
 
 class Plan:
-    """This rank's pieces of the layers, reused in every step: they do not depend on values."""
+    """The local pieces of the layers, reused in every step: they do not depend on values."""
 
     def __init__(self, ranks: "Distributed", lists: LayerLists) -> None:
         self.lists = lists
@@ -148,8 +148,8 @@ def phase2_of_shards(
     if piece_updates:
         of_pieces_ = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_pieces_, products])
-    # Sums each layer's gathered pieces: on a GPU, `index_add_` would add them in no fixed order, and
-    # the bits of the sums would differ from run to run.
+    # Sums each layer's pieces. `index_add_` would add them in no fixed order on a GPU, so that the
+    # sums' bits would differ from run to run.
     products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)

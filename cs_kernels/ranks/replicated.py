@@ -83,7 +83,7 @@ class Replicated(Distributed):
     # --- the buckets ---
 
     def _make_buckets(self) -> None:
-        """Makes new buckets if requires_grad, dtype, device or strides of a parameter have changed."""
+        """Makes new buckets if a parameter's requires_grad, dtype, device or strides changed."""
         trains: list[object] = [
             (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
         ]
@@ -304,7 +304,7 @@ class Replicated(Distributed):
         return super().keep(task, kept, device)
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's parts of a kept row."""
+        """The local parts of a kept row."""
         return [
             None if grad is None else self._buckets.flat_of(i, grad)[slice(*self.span(i))]
             for i, grad in enumerate(super().anchor(kept))
@@ -322,7 +322,7 @@ class Replicated(Distributed):
         return self._buckets.array(parameter, out_channel_dim, groups)
 
     def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
-        """This rank's parts of the updates, in the buckets."""
+        """The local parts of the updates, in the buckets."""
         del over
         return [cast("Tensor", self._updates[i]) for i in parameters]
 

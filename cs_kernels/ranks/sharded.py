@@ -181,11 +181,11 @@ class Sharded(Distributed):
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
 
     def weight_shard(self, parameter: int) -> Tensor | None:
-        """This rank's rows of a weight, flat."""
+        """The local rows of a weight, flat."""
         return local_shard(self.parameters[parameter].detach()).flatten()
 
     def update_shards(self, parameters: Sequence[int], over: Grads | None = None) -> list[Tensor]:
-        """This rank's rows of the updates."""
+        """The local rows of the updates."""
         del over
         return [local_shard(self._update_of(i)) for i in parameters]
 
@@ -215,7 +215,7 @@ class Sharded(Distributed):
         return saved
 
     def loaded(self, parameter: int, saved: Tensor, device: str | None) -> Tensor:
-        """This rank's shard of a kept gradient, which is sharded or whole in the checkpoint."""
+        """The local shard of a kept gradient, which is sharded or whole in the checkpoint."""
         whole = self.parameters[parameter]
         shard = local_shard(saved) if is_sharded(saved) else saved[slice(*rows_of(whole))]
         like = local_shard(whole)

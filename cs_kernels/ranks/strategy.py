@@ -36,8 +36,8 @@ class Call(NamedTuple):
     features: int
     """The number of feature tensors; 0 without features."""
     passes: int
-    """In `step`, the number of micro-batches. In `backward`, the number of backward passes if it must
-    be equal on all ranks, otherwise 1."""
+    """In `step`, the number of micro-batches; in `backward`, the number of backward passes if all
+    ranks must make equally many, else 1."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Ranks(Storage):
     passes = 1
     """The maximum of `Call.passes` over the ranks, once a step has begun."""
     scale = 1.0
-    """The factor of gradients that `fully_shard` does not average: 1 over the factor in `share`."""
+    """The factor for gradients that `fully_shard` does not average; it undoes the factor `size` in
+    `Sharded.share`."""
 
     def __init__(
         self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
@@ -100,7 +101,7 @@ class Ranks(Storage):
         return contextlib.nullcontext()
 
     def agree(self, training: Training) -> None:
-        """Checks that all ranks have the same setup; keeps the functions that each step compares."""
+        """Checks that all ranks have the same setup; keeps the functions for later comparisons."""
 
     def close(self) -> None:
         """Re-enables the reductions of DistributedDataParallel wrappers."""

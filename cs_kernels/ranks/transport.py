@@ -1,4 +1,4 @@
-"""Exchanges messages between the ranks' hosts, in a ring or along the rows and columns of a grid."""
+"""Exchanges messages between the ranks' hosts, in a ring or along rows and columns of a grid."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ ring of W ranks has W - 1 sequential hops; a square grid has 2 (sqrt(W) - 1)."""
 
 
 def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError if a new group's name would differ between ranks, which would deadlock."""
+    """Raises RuntimeError if the next group would deadlock, with different names on the ranks."""
     number = number_of_groups(counted=names_are_counted(dist.get_world_size(group)))
     count = torch.tensor([number], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
@@ -88,7 +88,7 @@ class Transport:
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str
     ) -> dist.ProcessGroup:
-        """Makes a group of these ranks, for use until `close`; all ranks of the transport call it."""
+        """Makes a group of these ranks, for use until `close`; all ranks in `numbers` call it."""
         is_whole = self.size == dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole

@@ -42,7 +42,7 @@ class Wrappers:
     def __init__(self) -> None:
         self._found: list[Any] = []
         self._ranks: list[int] | None = None
-        """The ranks that train together; None before `watch`, empty if the caller has named none."""
+        """The ranks that train together; None before `watch`, empty if the caller named none."""
         self.release = weakref.finalize(self, _switch_on, self._found)
         """Switches the modules' reductions on again, unless another `Wrappers` needs them off."""
 
@@ -91,7 +91,7 @@ class Wrappers:
             if getattr(module, "static_graph", False):
                 raise ValueError(
                     "DistributedDataParallel must be built without static_graph=True, whose"
-                    " reductions cannot be switched off: MultiTaskOptimizer reduces gradients itself"
+                    " reductions cannot be switched off: MultiTaskOptimizer reduces the gradients"
                 )
             self._check_ranks(module)
             self._found.append(module)
@@ -99,7 +99,7 @@ class Wrappers:
         self.switch_off()  # The end of a `no_sync` block may have switched other modules on.
 
     def switch_off(self) -> None:
-        """Switches off all reductions again: a framework such as Lightning may have enabled them."""
+        """Switches off all reductions again: frameworks such as Lightning may have enabled them."""
         for module in self._found:
             set_reductions(module, on=False)
 

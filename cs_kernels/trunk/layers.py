@@ -40,7 +40,7 @@ class LayerLists(NamedTuple):
     norms: list[nn.Module]
     """One per layer and task."""
     parameters: list[dict[str, nn.Parameter | None]]
-    """`_parameters` of `norms`, whose thousands of entries are read faster than modules' attributes."""
+    """`_parameters` of `norms`: a step reads thousands of entries, and attributes are slower."""
     buffers: list[dict[str, Tensor | None]]
 
     @classmethod

@@ -53,7 +53,7 @@ class Reach:
             raise
 
     def note_gradients(self, task: str) -> bool:
-        """Records that a task reaches the parameters with a `.grad`; returns whether there are any."""
+        """Records that a task reaches all parameters with a `.grad`; returns whether any has."""
         unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
         self.note(task, unreached)
         return len(unreached) < len(self._parameters)
@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """For each parameter that not all tasks reach: the tasks that reach it, or had a pass."""
+        """By parameter that not all tasks reach: the tasks that do, and the tasks with a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

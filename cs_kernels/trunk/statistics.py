@@ -37,7 +37,7 @@ def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes through `.data`, since a new version counter would break graphs that saved a tensor."""
+    """Writes through `.data`: otherwise, a new version would break graphs that saved the tensor."""
     pairs = list(zip(tensors, copies, strict=True))
     alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
     if alike and not any(t.is_conj() or t.is_neg() for t in tensors):

@@ -27,7 +27,7 @@ _REASONS: dict[Ran | None, str] = {
 
 
 class Trunk:
-    """The shared module: which parameters train and have priorities, and which task reaches them.
+    """The shared module, its trained parameters, its prioritized layers, and each task's reach.
 
     `changed` detects that these facts may be out of date; `forget` then makes the next passes of
     all tasks discover them again.

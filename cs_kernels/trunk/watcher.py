@@ -47,8 +47,8 @@ def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
 
 
 _MOST_FRUITLESS = 3
-"""Watching again stops after this many passes in a row that showed nothing new, as in a network that
-differs in each pass, or is compiled inside a function."""
+"""Re-watching stops after this many consecutive passes that showed nothing new, as in a network
+that differs in each pass, or is compiled inside a function."""
 
 
 def _may_equal(run: Run, watched: Run) -> bool:
@@ -153,7 +153,7 @@ class Watcher:
         self._before_rewatch: tuple[object, object] | None = None
         """`norms` and `other_channels` before a differing pass, until another pass is watched."""
         self._fruitless = 0
-        """The number of consecutive times that watching again has shown nothing new."""
+        """The number of consecutive re-watched passes that showed nothing new."""
         self._is_compiled = False
         """Whether a module is compiled; then runs cannot be compared."""
         self._find_modules()
