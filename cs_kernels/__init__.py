@@ -1,8 +1,8 @@
 """Gradient surgery for PyTorch: combines the gradients of several losses.
 
 Start at `MultiTaskOptimizer`, or at `GradientBalancer` to keep your own training loop. The name
-stands for connection strength ("Quantifying Task Priority for Multi-Task Optimization", CVPR 2024),
-of which this is an independent implementation.
+stands for connection strength. This is an independent implementation of the paper "Quantifying Task
+Priority for Multi-Task Optimization" (CVPR 2024).
 """
 
 from cs_kernels import functional, nn

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds",
         type=float,
         default=30,
-        help="the time limit of a check, after which it counts as a hang (%(default)s)",
+        help="the seconds after which a running check counts as a hang (%(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.command == "check":

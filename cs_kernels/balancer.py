@@ -143,9 +143,9 @@ class GradientBalancer:
         self._reached: set[int] = set()
         """The indices of the parameters that tasks have reached in this step."""
         self._kept: set[int] = set()
-        """The indices of reached parameters whose `.grad` was not None at the end of a block."""
+        """The indices of reached parameters whose `.grad` was not None after a `with` block."""
         self._with_loss: set[str] = set()
-        """The tasks whose last block on this rank was given a loss."""
+        """The tasks whose last `with` block on this rank was given a loss."""
         self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(StepEnd(own))
@@ -298,7 +298,7 @@ class GradientBalancer:
 
     @property
     def gramian(self) -> Tensor:
-        """The estimated products of the tasks' gradients: `report().gramian`."""
+        """The estimated dot products, float64 [K, K] or [modules, K, K]: `report().gramian`."""
         return self.report().gramian
 
     def report(self) -> BalanceReport:
@@ -418,7 +418,7 @@ class GradientBalancer:
             if taken:
                 raise ValueError(
                     f"parameters must have no other GradientBalancer, got parameter {taken[0]} of"
-                    f" {other!r}: close() that one first"
+                    f" {other!r}: close() the other balancer first"
                 )
 
     def _check_open(self) -> None:
@@ -433,12 +433,12 @@ class GradientBalancer:
         self, parameter: int, grads: tuple[Tensor | None, ...], leaf: Tensor
     ) -> tuple[Tensor | None] | None:
         """Sketches a gradient on its way to `.grad` and weights it; see `Take`."""
-        # The gradient gets no name before its holders are counted.
+        # Until `update_of` has counted the gradient's references, no variable may hold one.
         if self._active is None or grads[0] is None:
             return None
         if not self._arrived:
             self._arrived = True
-            # `.grad` was set to None in mid-step, so the earlier gradients are dropped.
+            # If the loop has set a `.grad` to None in mid-step, the earlier gradients are gone.
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
         self._reached.add(parameter)
@@ -450,7 +450,7 @@ class GradientBalancer:
             )
         factor = self._factors[self._module_of[parameter]] if self._factors else None
         update, adds = None, False
-        # Graphs of gradients need the unweighted gradient.
+        # With `create_graph=True`, the graph needs the unweighted gradient.
         if factor and strided and type(grads[0]) is Tensor and not torch.is_grad_enabled():
             update, adds = update_of(grads, leaf)
         grad = grads[0]
@@ -486,13 +486,13 @@ class GradientBalancer:
         self._weights = torch.where(solved_for, weights, before)
 
     def _solved(self, gramian: Tensor, tasks: tuple[str, ...]) -> Tensor:
-        """The method's weights; the method sees the losses of the tasks that have one."""
+        """The method's task weights; `step.losses` has only the tasks in `_with_loss`."""
         rows = {task: self._products.losses[self.tasks.index(task)] for task in tasks}
         losses = {task: loss for task, loss in rows.items() if task in self._with_loss}
         step = Step(self._steps, tasks, losses, losses, layers=self._layers)
         try:
             return self._weights_of.weights(gramian, step)
-        except KeyError as error:  # Other ranks may have had the loss.
+        except KeyError as error:  # Another rank may have had the loss.
             missing = [task for task in tasks if task not in losses]
             if self._ranks > 1:
                 missing = [task for task in missing if bool(rows[task].isnan())]

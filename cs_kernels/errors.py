@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 
 def described(value: object) -> str:
-    """The type of a value, for an error message; a string is also quoted, and a class named."""
+    """Describes a value in an error message: its type, a string's text too, or a class's name."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__
@@ -18,7 +18,7 @@ def first_of(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Adds a note, unless it is empty, to an exception in the `with` block."""
+    """Adds a note, unless it is empty, to an exception that the `with` block raises."""
     try:
         yield
     except BaseException as error:

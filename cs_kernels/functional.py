@@ -132,7 +132,7 @@ def project_conflicts(
     Raises:
         ValueError: A shape, a device, an option or `out` is invalid. The values of `priority` are
             checked on the CPU only; on a GPU, where a check would need a host synchronization, a
-            channel with a priority outside [0, K) has no projection.
+            channel with a priority outside [0, K) gets the plain sum.
         TypeError: A dtype does not fit.
 
     """

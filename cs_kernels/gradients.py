@@ -26,7 +26,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def owned(grad: Tensor) -> Tensor:
-    """The gradient, or a copy of a view, since a view would keep a larger tensor in memory."""
+    """The gradient, or a copy if it is a view, which would keep a larger tensor in memory."""
     return grad if grad._base is None else grad.clone()
 
 
@@ -51,7 +51,7 @@ class Storage:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self._updates: list[Tensor | None] = [None] * len(parameters)
-        """The buffers of the updates."""
+        """The buffer of each parameter's update; None until it is needed."""
         self._reuses_updates = True
         """Whether the buffers are reused in the next step."""
 
@@ -124,7 +124,7 @@ class Storage:
         return [None if grad is None else moved(owned(grad), device) for grad in row]
 
     def anchor(self, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Converts a kept row to a row of a step: in the parameters' dtypes, None if frozen."""
+        """Converts a kept row to the parameters' devices and dtypes; None for frozen ones."""
         return [
             grad.to(parameter.device, parameter.dtype, non_blocking=True)
             if grad is not None and parameter.requires_grad
@@ -149,7 +149,7 @@ class Storage:
         return tensor
 
     def offsets(self, parameters: Sequence[int]) -> list[int] | None:
-        """The index of each shard's first element among all elements of the parameters."""
+        """The index of each shard's first element among all elements; None for whole gradients."""
         del parameters
         return None
 
@@ -273,7 +273,7 @@ class TaskGradients:
                     " backward(losses, features=z) with an output z of trunk"
                 )
             # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
-            row[i] = grad if grad._base is None else owned(grad)  # Without a call per gradient.
+            row[i] = grad if grad._base is None else owned(grad)  # Saves a call per gradient.
             parameter.grad = None
         return self.put(task, row, unreached)
 
@@ -306,7 +306,7 @@ class TaskGradients:
         ]
 
     def first(self) -> tuple[int, Tensor] | None:
-        """The first parameter for which a task has a gradient, with this gradient; or None."""
+        """The index of the first parameter with a gradient, and the gradient; None without one."""
         of_parameters = enumerate(zip(*self.rows, strict=True))
         return next(((i, g) for i, grads in of_parameters for g in grads if g is not None), None)
 
@@ -331,7 +331,7 @@ class TaskGradients:
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
         """The index of each parameter's module, and the names of the modules.
 
-        The names are those of the given parameters' modules, or of all modules of the step if its
+        The names cover the modules of the given parameters, or all modules of the step if its
         gradients arrive a few modules at a time.
         """
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
@@ -380,7 +380,7 @@ class TaskGradients:
         self._storage.publish()
 
     def lend(self) -> tuple[int, Tensor] | None:
-        """The first parameter with a gradient, and a tensor for its `.grad` (`Storage.lend`)."""
+        """The index of the first parameter with a gradient, and a tensor for its `.grad`."""
         first = self.first()
         return None if first is None else (first[0], self._storage.lend(*first))
 

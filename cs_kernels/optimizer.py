@@ -59,7 +59,7 @@ class MultiTaskOptimizer(Copyable):
             DistributedDataParallel wraps both the trunk and the heads, pass the wrapped network as
             `trunk`. After `fully_shard`, the ranks are found from the trunk's parameters; if a rank
             fails, all other ranks then wait in a collective until their group's timeout.
-        check_passes: Whether to check the first backward pass of every task, and its first one
+        check_passes: Whether to check every task's first backward pass, and its first backward pass
             after parameters were frozen or unfrozen: gradients must arrive in `.grad`, and
             parameters must not change. If `backward` makes several passes through one graph, they
             must also be repeatable: for each new combination of tasks, one pass is repeated three
@@ -197,9 +197,9 @@ class MultiTaskOptimizer(Copyable):
                 closures, one per micro-batch, whose losses and gradients add up (divide by their
                 number for a mean).
             tasks: The tasks that the batch has labels for, in the order of Phase 1. Default: all.
-                On several ranks, each names its own tasks, or none; a task's gradient is the mean
-                over the ranks that name it. After `fully_shard`, every rank runs the tasks that any
-                rank names, and needs a loss with finite gradients for them, such as
+                On several ranks, each rank names its own tasks, or none; a task's gradient is the
+                mean over the ranks that name it. After `fully_shard`, every rank runs the tasks
+                that any rank names, and needs a loss with finite gradients for them, such as
                 `0 * output.sum()`.
 
         Returns:
@@ -251,10 +251,9 @@ class MultiTaskOptimizer(Copyable):
             ValueError: As in `step`; or `step` is needed, for one of these reasons: the method is
                 neither `ConnectionStrength()` nor `Sum()` nor a Gramian method with groups="layer";
                 the trunk has plain batch normalization in training, or changes other buffers; a
-                prioritized weight is used in several layers or outside its layer, or with
-                groups="layer", any shared parameter that trains is; a loss depends on another
-                task's outputs; the weighting computes losses again; there is a process group; or
-                conflicts are counted.
+                prioritized weight (with groups="layer", any trainable shared parameter) is used in
+                several layers or outside its layer; a loss depends on another task's outputs; the
+                weighting computes losses again; there is a process group; or conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` is not a function.
             RuntimeError: As in `step`.
 
@@ -298,15 +297,15 @@ class MultiTaskOptimizer(Copyable):
                 sequence of such tensors. Every loss must depend on at least one feature, and on
                 the part of the trunk before the features only through them. A shared parameter may
                 come after the features if only one loss reaches it. Each rank passes the features
-                of its own batch, the same number on all; a rank without losses may pass any
-                tensors.
-            batched: Whether to make all backward passes at once, with vmap. This is faster
-                for transformers and MLPs with few samples, and slower for convolutions; gradients
-                of activations take K times the memory. The update differs only by rounding, unless
-                a hook on an activation changes gradients: it sees one batch of all tasks'
-                gradients. Leaves that the optimizer does not hold get no gradient. Passes are made
-                one by one if they are a task's first, if a parameter has hooks, or if the graph has
-                a `torch.autograd.Function` or a function that cannot be batched.
+                of its own batch, the same number on all; a rank without losses may pass
+                placeholder tensors.
+            batched: Whether to make all backward passes at once, with vmap. This is faster for
+                transformers and MLPs with few samples, and slower for convolutions; gradients of
+                activations take K times the memory. The update differs only by rounding, unless a
+                hook on an activation changes gradients: the hook sees all tasks' gradients in one
+                batch. Leaves that the optimizer does not hold get no gradient. Passes are made one
+                by one if they are a task's first, if a parameter has hooks, or if the graph has a
+                `torch.autograd.Function` or a function that cannot be batched.
 
         Returns:
             The losses, detached.
@@ -350,10 +349,11 @@ class MultiTaskOptimizer(Copyable):
         CPU there are no graphs, and every call is `step(closure, tasks)`.
 
         A replay runs no Python. The closure must read its batch from tensors that are refilled in
-        place. Values that it computes on the host, and numbers in the network such as a dropout
-        rate, keep their values from the capture. After parameters, buffers, states or numbers in
-        `param_groups` have been replaced, the step is captured again. A learning rate that changes
-        in every step should therefore be a tensor on the device, which schedulers write in place.
+        place. Values that the closure computes on the host, and numbers in the network such as a
+        dropout rate, keep their values from the capture. After parameters, buffers, states or
+        numbers in `param_groups` have been replaced, the step is captured again. A learning rate
+        that changes in every step should therefore be a tensor on the device, which schedulers
+        write in place.
 
         Args:
             closure: As in `step`.

@@ -1,4 +1,4 @@
-"""Checks of options of methods, schedules and weightings."""
+"""Checks the options of methods, schedules and weightings."""
 
 from collections.abc import Mapping
 from math import isfinite

@@ -68,9 +68,10 @@ class Passes:
 
     @property
     def adds_tasks(self) -> bool:
-        """Whether the gradients of several tasks add up without weights.
+        """Whether the unweighted gradients of several tasks add up in `.grad`.
 
-        If so, only the losses' graphs show which parameters each task reaches. Otherwise, nothing
-        is recorded from graphs, because a resumed run would check graphs in different steps.
+        If so, only the losses' graphs show which parameters each task reaches. Otherwise, reach is
+        not recorded from graphs: they are checked only in some steps, which differ in a resumed
+        run.
         """
         return self.stage.is_joint and not self.separate and self.step.kept is None

@@ -84,8 +84,8 @@ class Stateful:
         device and update them in place. If tensors are replaced, the step is captured again.
 
         Raises:
-            ValueError: Replays would go wrong. By default: a subclass has a state, but
-                does not override this method.
+            ValueError: Replays would go wrong; by default, if a subclass has a state but does not
+                override this method.
 
         """
         if self.has_state():

@@ -28,7 +28,7 @@ class Surgery:
     """
 
     rows: tuple[str, ...] = ()
-    """The tasks, in the order of the rows."""
+    """The names of the rows: the tasks, then any anchors (`Step.rows`)."""
     layers: tuple[str, ...] = ()
     """The modules of the per-layer Gramians, with groups="layer"."""
     gramian: Tensor | None = field(default=None, metadata={"per": "layer"})
@@ -40,11 +40,11 @@ class Surgery:
     priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
     """Int64, each layer's [O] concatenated: the top-priority tasks."""
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
-    """Float64 [layers, K, K]: <G_i, G_j> over channel group i, times the squared loss scale."""
+    """Float64 [layers, K, K]: <G_i, g_j> over channel group CG_i, times the squared loss scale."""
 
     @property
     def energies(self) -> Tensor | None:
-        """[K]: the squared norm of each row over all layers; None without a Gramian."""
+        """The squared norm of each row over all layers, 1-D; None without a Gramian."""
         if self.gramian is None:
             return None
         return self.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(self.rows)).sum(0)
@@ -107,7 +107,7 @@ class KeptWeights:
     """`Step.trains`, but None for a parameter that a closure froze or unfroze within the step."""
 
     def surgery(self) -> Surgery:
-        """The numbers for the report of a step that uses these weights."""
+        """The record of a step that reuses these weights."""
         return Surgery(self.tasks, self.layers, task_weights=self.weights)
 
 
@@ -145,8 +145,8 @@ class Step:
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
     """The losses after weighting. Backward passes start from them, times the loss scale."""
     known: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of this step that are known before a task's backward pass, detached: this task's
-    alone in `step`, else all tasks'. Empty with more than one rank or micro-batch."""
+    """The losses of this step that are known before a task's backward pass, detached: in `step`,
+    only this task's loss; otherwise, all tasks'. Empty with more than one rank or micro-batch."""
     losses_after: dict[str, Tensor] = field(default_factory=dict)
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()

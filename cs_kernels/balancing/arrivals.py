@@ -18,14 +18,14 @@ from cs_kernels.torch_internals.fsdp import (
 from cs_kernels.torch_internals.memory import lone_holders
 
 Take = Callable[[int, tuple[Tensor | None, ...], Tensor], tuple[Tensor | None] | None]
-"""Takes the index of a parameter, its gradient as the hook's argument, and the parameter; returns
-what autograd accumulates instead, or None to leave the gradient unchanged."""
+"""Called with a parameter's index, the hook's argument (a tuple with the gradient), and the leaf;
+returns a tuple with the gradient to accumulate instead, or None for no change."""
 
 
 class Blocks:
-    """Counts a balancer's passes between ends of steps, and warns if either is missing.
+    """Warns of a loop that makes passes but ends no step, or that ends steps without any pass.
 
-    A loop that never ends a step, or that marks no pass, would train with the plain sum.
+    Such a loop would train with the plain sum.
     """
 
     MOST_BLOCKS = 1000
@@ -37,7 +37,7 @@ class Blocks:
         self._empty_steps = 0
 
     def open(self) -> None:
-        """Counts a pass, and warns if very many have been made since the last end of a step."""
+        """Counts a pass; warns after `MOST_BLOCKS` passes without the end of a step."""
         self._since_step += 1
         self._empty_steps = 0
         if self._since_step == self.MOST_BLOCKS:
@@ -48,14 +48,14 @@ class Blocks:
             )
 
     def end_step(self) -> None:
-        """Counts the end of a step."""
+        """Counts the end of a step; warns after `EMPTY_STEPS` steps in a row without a pass."""
         self._empty_steps += self._since_step == 0
         self._since_step = 0
         if self._empty_steps == self.EMPTY_STEPS:
             warnings.warn(
                 f"{self.EMPTY_STEPS} steps have ended without a block of GradientBalancer.task, so"
-                " gradients have the weight 1: make each task's backward pass in such a block, or"
-                " all of them by GradientBalancer.backward",
+                " gradients have the weight 1: run each task's backward pass in such a block, or"
+                " all passes with GradientBalancer.backward",
                 stacklevel=3,
             )
 
@@ -76,7 +76,7 @@ class Arrivals:
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
-        lone_holders()  # Makes backward passes, which are better not nested in the first pass.
+        lone_holders()  # Cached: its first call runs backward passes, best outside other passes.
         self._sharding = modules_that_shard(parameters)
         groups = [group for module in self._sharding for group in groups_of(module)]
         known = {p.sharded_param for group in groups for p in group.fsdp_params}

@@ -56,7 +56,7 @@ class Products:
         return torch.where(self.usable, merged, torch.nan)
 
     def known(self) -> list[int]:
-        """The indices of the tasks that have had a gradient; synchronizes until all have."""
+        """The indices of the tasks that have had a gradient; synchronizes until each has."""
         tasks = self.gramian.shape[-1]
         if not self.all_known:
             seen = self.together.diagonal(dim1=-2, dim2=-1).any(0).tolist()

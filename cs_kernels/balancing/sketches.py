@@ -49,7 +49,7 @@ class Sketches:
         of_modules, of_small = [0] * modules, [0] * modules
         self._offsets = [0] * len(shapes)
         """The index of each parameter's first element; no two modules share an index."""
-        # A module's small parameters have consecutive indices, as they have in the buffer.
+        # A module's small parameters have consecutive indices, as in the buffer.
         order = sorted(range(len(shapes)), key=lambda n: (module_of[n], n not in small))
         for n in order:
             module = module_of[n]
@@ -117,7 +117,7 @@ class Sketches:
     def add_and_weigh(
         self, parameter: int, grad: Tensor, update: Tensor | None, weight: Tensor, *, adds: bool
     ) -> bool:
-        """As `add`, but also weights the gradient in the same pass, if neither needs a copy.
+        """As `add`, but also weights the gradient into `update`, if neither tensor needs a copy.
 
         Returns:
             Whether this was possible; if not, nothing was done.
@@ -211,7 +211,7 @@ class Sketches:
 _SMALL = 1 << 17
 """The maximum number of elements of a small gradient."""
 _LEAST_BUFFER, _SHARE, _MOST_BUFFER = 1 << 18, 32, 1 << 22
-"""The buffer has room for one of so many elements of all parameters, between these limits."""
+"""The buffer holds 1 / `_SHARE` of the parameters' elements, clamped to the two limits."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
 

@@ -1,4 +1,4 @@
-"""Weights gradients on their way to `.grad`, where possible without fresh memory."""
+"""Weights gradients on their way to `.grad`, where possible without allocating memory."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Factor(NamedTuple):
     weight: Tensor
     """Float64, a scalar."""
     number: Tensor | float
-    """On the CPU a number, with which operators are faster; elsewhere the scalar itself."""
+    """On the CPU, a Python float, with which operators are faster; elsewhere, `weight` itself."""
 
 
 def factors(weights: Tensor) -> list[Factor]:
@@ -25,15 +25,15 @@ def factors(weights: Tensor) -> list[Factor]:
 
 
 def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | None, bool]:
-    """Chooses where a gradient goes, and whether it is added: its own memory, or `.grad`.
+    """Chooses the memory for a weighted gradient: the gradient's own, or `.grad`, to add to it.
 
     Args:
-        grads: The argument of the hook of the leaf's node; nothing else may hold the gradient by a
-            name here, because its holders are counted.
+        grads: The argument of the hook of the leaf's node. No variable may hold the gradient,
+            because `may_be_overwritten` counts its references.
         leaf: The leaf.
 
     Returns:
-        None, False if only fresh memory is left.
+        The tensor to write to, or None to allocate one; and whether to add to this tensor.
 
     """
     total = leaf.grad

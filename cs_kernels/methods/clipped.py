@@ -18,19 +18,19 @@ class Clipped(GramianMethod):
     A task's gradient over the shared parameters is scaled to `max_norm` if its norm is larger; the
     gradients of the task's head and normalization are unchanged. The squared norms are the diagonal
     of the Gramian, and the factors go into the task weights, so clipping neither reads nor writes a
-    gradient. Clipping applies to each module's gradient with groups="layer", to the gradient with
-    respect to z with `features=z` and, if there is more than one rank, to the mean gradient over
-    the ranks. Reports show the norms and cosines of the unclipped gradients.
+    gradient. With groups="layer", each module's gradient is clipped; with `features=z`, the
+    gradient with respect to z; on several ranks, the mean gradient over the ranks. Reports show the
+    norms and cosines of the unclipped gradients.
 
     Args:
-        method: A Gramian method, or `Sum()`; its `groups`, `update_every` and kept
-            gradients also apply here.
+        method: A Gramian method, or `Sum()`; its `groups`, `update_every` and kept gradients also
+            apply here.
         max_norm: A positive number, or a function of the norms, float64 [K] or [layers, K], that
             returns the limits, such as the median:
             `lambda norms: norms.median(-1, keepdim=True).values`.
 
     Raises:
-        TypeError: `method` is one without a Gramian, such as `ConnectionStrength` or `GradDrop`.
+        TypeError: `method` has no Gramian, like `ConnectionStrength` or `GradDrop`.
         ValueError: `max_norm` is neither a positive number nor a function.
 
     Examples:
@@ -67,7 +67,7 @@ class Clipped(GramianMethod):
         """The task weights of the clipped gradients, times the clipping factors."""
         norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
-        # A zero gradient is unchanged. A non-finite one makes the Gramian and the weights NaN.
+        # A zero gradient is unchanged. A non-finite gradient leaves `scaled` non-finite.
         factors = torch.where(norms > limits, limits / norms, 1.0)
         scaled = gramian * factors.unsqueeze(-1) * factors.unsqueeze(-2)
         return factors * self.method.weights(scaled, step)

@@ -14,9 +14,10 @@ _LEAST, _GREATEST = 1 / 16, 16
 class FairGrad(GramianMethod):
     """Fair resource allocation (Ban and Ji, 2024): each task's gain is a resource to share.
 
-    The task weights w > 0 solve (G w)_i = w_i^(-1 / alpha), up to a ridge of 1e-10 on the
-    gradients' correlations. The update's direction thus maximizes the sum of the tasks' alpha-fair
-    utilities. The weight of a task with a zero gradient is zero.
+    The gain of task i is (G w)_i, the dot product of its gradient and the update. The task weights
+    w > 0 solve (G w)_i = w_i^(-1 / alpha), up to a ridge of 1e-10 on the gradients' correlations.
+    The update's direction thus maximizes the sum of the tasks' alpha-fair utilities. The weight of
+    a task with a zero gradient is zero.
 
     Args:
         alpha: The fairness, in [1/16, 16]. Near 0, the update is the plain sum; 1 is proportional

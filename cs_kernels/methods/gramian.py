@@ -60,7 +60,8 @@ class GramianMethod(Method):
     def layerwise(self) -> bool:
         """Whether the updates of a module depend only on that module's gradients.
 
-        True with `groups="layer"` and built-in `weights`; a subclass with its own must override it.
+        True with groups="layer" and built-in `weights`; a layerwise subclass with its own
+        `weights` must override this property.
         """
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in

@@ -1,4 +1,4 @@
-"""Protect: projects all other tasks' gradients off the protected tasks' gradients."""
+"""Protect: removes the conflicts of the other tasks' gradients with protected gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -17,7 +17,7 @@ _DEPENDENT = 1e-12
 
 
 class Protect(GramianMethod):
-    """Protects the given tasks from the gradients of all other tasks, in one direction only.
+    """Protects the given tasks from the other tasks' gradients, but not the other way round.
 
     The other tasks' gradients are added, and their sum is projected onto the vectors that conflict
     with no protected task's gradient. Without conflict, the sum is unchanged; in a conflict with
@@ -35,15 +35,15 @@ class Protect(GramianMethod):
     step computes. If `backward` gets a loss anyway, its gradient becomes the newest kept one. The
     kept gradients of each protected task take `rank` times the memory of the shared parameters, or
     of their shards after `fully_shard`. They are part of the state dict. A non-finite gradient is
-    not kept. After parameters are frozen or unfrozen, the next step computes a new gradient; with
-    `rank`, older kept gradients have no entries for parameters that were frozen when they were
-    computed.
+    not kept. After parameters are frozen or unfrozen, the next step computes all protected
+    gradients anew; with `rank`, older kept gradients have no entries for parameters that were
+    frozen when these gradients were computed.
 
     Args:
         *tasks: The protected tasks, which have level 0.
         levels: A level per task, counted from 0, for more than two levels of priority. The sum of
-            a level's gradients is projected off the gradients of all tasks in lower-numbered
-            levels. A task without a level comes after all given levels.
+            a level's gradients is projected onto the vectors that conflict with no gradient of a
+            lower-numbered level. A task without a level comes after all given levels.
         constraint_only: Whether the gradients of level 0 only constrain the update, as in GEM and
             A-GEM, and are not added to it. Heads of these tasks still get their gradients.
         refresh_every: The interval, in steps of both phases, at which protected gradients are
@@ -184,7 +184,7 @@ class Protect(GramianMethod):
 
 
 def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
-    """The multiples of `above` gradients that cancel the `own` sum's component in their span."""
+    """The multiples of `above` that cancel the sum of `own` within the span of `above`."""
     norms = gramian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()[..., above]
     scaled = torch.where(norms > 0, 1 / norms, 0.0)
     rows = gramian[..., above, :] * scaled.unsqueeze(-1)
@@ -195,13 +195,13 @@ def _complement(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> li
 
 
 def _projection(gramian: Tensor, above: Sequence[int], own: Sequence[int]) -> list[Tensor]:
-    """The multiples of the gradients of `above` that project the sum of `own` onto their dual cone.
+    """The multiples of `above` that project the sum of `own` onto the dual cone of `above`.
 
     UPGrad's solver projects each gradient onto the dual cone of all gradients, and returns the mean
     of the projections. A projection is proportional to the length of the projected gradient, and
-    independent of the constraints' lengths. If the constraints are very short, only the projection
-    of the sum is significant. The sum is itself a constraint, but never conflicts with its own
-    projection.
+    independent of the constraints' lengths. Here, the sum has length 1 and the constraints have
+    length `_SHORT`, so only the projection of the sum is significant. The sum is itself a
+    constraint, but never conflicts with its own projection.
     """
 
     def reduced(entries: Sequence[Tensor]) -> list[Tensor]:

@@ -14,13 +14,14 @@ from cs_kernels.trunk.layers import Layout
 class SAGO(Method):
     """Sign-aligned gradient optimization: no element of the update opposes a protected gradient.
 
-    An element of the update is the sum of the other tasks' gradients if it has the sign of the
-    protected gradient, or if the protected gradient is zero there; otherwise, it is the protected
-    gradient (Xiao et al., "Modeling LLM Unlearning as an Asymmetric Two-Task Learning Problem",
-    2026). The protected gradient replaces the other tasks' sum; the two are never added.
+    An element of the update is the sum of the other tasks' gradients if this sum has the sign of
+    the protected gradient, or if the protected gradient is zero there; otherwise, the element is
+    the protected gradient (Xiao et al., "Modeling LLM Unlearning as an Asymmetric Two-Task Learning
+    Problem", 2026). The protected gradient replaces the other tasks' sum; the two are never added.
 
-    Where the other tasks' sum is exactly zero, as for embeddings of tokens that are not in their
-    batches, the authors' code leaves the element at zero; here, it is the protected gradient.
+    Where the other tasks' sum is exactly zero, as for embeddings of tokens that are absent from
+    these tasks' batches, the authors' code leaves the element at zero; here, it is the protected
+    gradient.
 
     Args:
         task: The protected task.

@@ -191,7 +191,7 @@ class ConflictCounter:
         return lambda: None
 
     def _commit(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        if not self._is_captured:  # Assignments: nothing may fail after the optimizer's step.
+        if not self._is_captured:  # Only assignments: nothing may fail after the optimizer's step.
             self._gramians, self._counts, self._steps = tensors
             return
         for tensor, value in zip(self.captured_state(), tensors, strict=True):

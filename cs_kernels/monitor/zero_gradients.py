@@ -38,11 +38,12 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
             suspects.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
     if suspects:
         name, task, owner = suspects[0]
-        others = f", and likewise of {len(suspects) - 1} more" if suspects[1:] else ""
+        others = f" (likewise for {len(suspects) - 1} more)" if suspects[1:] else ""
         warnings.warn(
             f"the gradient of {task!r} is zero in every element of {name}, which only {owner!r}"
-            f" trains: it counts as shared, so the method changes its gradient{others}. If the loss"
-            " has a term like 0 * sum(parameters), remove it: a parameter need not have a gradient",
+            f" trains{others}: the parameter counts as shared, so the method changes its gradient."
+            " If the loss has a term like 0 * sum(parameters), remove it: a parameter need not have"
+            " a gradient",
             stacklevel=2,
         )
     return True

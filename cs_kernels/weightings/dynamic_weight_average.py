@@ -35,7 +35,7 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """The sum and number of this epoch's losses, on their device to avoid synchronization."""
+        """Float64 [2] by task: the sum and the number of this epoch's losses, on their device."""
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}

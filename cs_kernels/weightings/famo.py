@@ -28,16 +28,17 @@ class FAMO(LastLosses):
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
     the step, with the same closures and without gradients. This takes one more forward pass per
     task. Buffers and torch's default generators are restored afterwards. Do not reevaluate with a
-    closure that draws its own batches, because the new losses would come from other batches, or
-    with a closure that needs gradients, such as for a gradient penalty, because it would raise. If
-    a closure raises in this evaluation, the step still counts, and the logits are unchanged. With
-    `reevaluate=False`, a task's loss in its next step replaces its loss after this step. Calls of
-    `backward`, training on several ranks and captured steps need `reevaluate=False`.
+    closure that draws its own batches: the new losses would come from other batches. A closure that
+    needs gradients, such as for a gradient penalty, would raise. If a closure raises in this
+    evaluation, the step still counts, and the logits are unchanged. With `reevaluate=False`, a
+    task's loss in its next step replaces its loss after this step. Calls of `backward` and
+    `step_together`, training on several ranks and captured steps need `reevaluate=False`.
 
-    In `backward`, on one process without micro-batches, the weights use the losses of this step,
-    after the logits have learned from them. In `step`, the weight of a task uses the task's own
-    loss in this step, and the other tasks' last losses. On several ranks or with micro-batches, the
-    weights use all tasks' last losses. The loss being weighed replaces missing last losses.
+    In `backward` and `step_together`, on one process without micro-batches, the weights use the
+    losses of this step, after the logits have learned from them. In `step`, the weight of a task
+    uses the task's own loss in this step, and the other tasks' last losses. On several ranks or
+    with micro-batches, the weights use all tasks' last losses. The loss being weighed replaces
+    missing last losses.
 
     If a loss is below its minimum, all weights are NaN. A task with a non-finite loss is left out
     of the update of the logits.

@@ -29,11 +29,11 @@ class SmoothTchebycheff(LastLosses):
     losses are left out of the means. A negative loss has no logarithm: its weight is NaN and, once
     its task has a nadir, so are all weights. During the warm-up, the weight of a zero loss is 1e20.
 
-    In `backward`, on one process without micro-batches, the weights use the losses of this step. In
-    `step`, the weight of a task uses the task's own loss in this step, and the other tasks' last
-    losses. On several ranks or with micro-batches, the weights use all tasks' last losses. In the
-    first step, these are missing, so each rank and micro-batch uses its own loss: if the losses of
-    n micro-batches are divided by n, their weights are n times as large.
+    In `backward` and `step_together`, on one process without micro-batches, the weights use the
+    losses of this step. In `step`, the weight of a task uses the task's own loss in this step, and
+    the other tasks' last losses. On several ranks or with micro-batches, the weights use all tasks'
+    last losses. In the first step, these are missing, so each rank and micro-batch uses its own
+    loss: if the losses of n micro-batches are divided by n, their weights are n times as large.
 
     Args:
         mu: The smoothness; near 0, almost all weight goes to the task with the largest L_i / n_i.
@@ -53,7 +53,7 @@ class SmoothTchebycheff(LastLosses):
         self.warmup = checked_integer("warmup", warmup, 0)
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """By task: the sum and the number of this epoch's losses, on their device."""
+        """Float64 [2] by task: the sum and the number of this epoch's losses, on their device."""
         self._nadirs: dict[str, Tensor] = {}
         """Float64 scalars; infinite for tasks without a nadir."""
 
