@@ -116,10 +116,25 @@ def _with_a_slow_rank(rank: int, size: int) -> None:
         opt.step(lambda task: time.sleep(3 * rank) or network(x, task))
 
 
+def _without_memory_for_a_bucket(rank: int, size: int) -> None:
+    """Rank 0 waits for rank 1's bucket until the timeout."""
+    group = dist.new_group(range(size), timeout=timedelta(seconds=1))
+    network, x = Dense(), torch.ones(3, 5)
+    opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
+    failing: dict[str, Any] = {"__name__": buckets.__name__, "torch": torch}
+    exec("def new_parts(self):\n    raise torch.OutOfMemoryError('no memory')", failing)
+    if rank == 1:
+        buckets.Buckets.new_parts = failing["new_parts"]
+    with pytest.raises(RankError if rank == 0 else torch.OutOfMemoryError):
+        opt.step(partial(network, x))
+
+
 @pytest.mark.skipif(
     DEVICE != "cpu", reason="NCCL's watchdog ends a process that has waited for its timeout"
 )
-@pytest.mark.parametrize("run", [_with_a_failing_shard, _with_a_slow_rank])
+@pytest.mark.parametrize(
+    "run", [_with_a_failing_shard, _with_a_slow_rank, _without_memory_for_a_bucket]
+)
 def test_a_rank_is_named_after_the_timeout(run: Callable[[int, int], None]) -> None:
     """The test starts its own processes, because the timeout breaks their connections."""
     ranks = Ranks(2)

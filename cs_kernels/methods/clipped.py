@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs_kernels.methods.gramian import GramianMethod
+from cs_kernels.methods.gramian import GramianMethod, nan_unless_finite
 from cs_kernels.methods.sum import Ones, Sum
 from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
@@ -67,10 +67,10 @@ class Clipped(GramianMethod):
         """The task weights of the clipped gradients, times the clipping factors."""
         norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
-        # A zero gradient is unchanged. A non-finite gradient leaves `scaled` non-finite.
+        # A zero gradient is unchanged.
         factors = torch.where(norms > limits, limits / norms, 1.0)
         scaled = gramian * factors.unsqueeze(-1) * factors.unsqueeze(-2)
-        return factors * self.method.weights(scaled, step)
+        return nan_unless_finite(factors * self.method.weights(scaled, step), gramian)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner method's name and state."""

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch
+
 from cs_kernels.ranks.strategy import RankError
 from cs_kernels.ranks.transport import Transport
 
@@ -20,8 +22,9 @@ def _is_of_collective(error: BaseException) -> bool:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
-    of_torch = module.startswith("torch.distributed.")
-    return isinstance(error, RuntimeError) and (of_torch or module == "cs_kernels.ranks.buckets")
+    waits = module.startswith("torch.distributed.") or module == "cs_kernels.ranks.buckets"
+    ran_out = isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and waits and not ran_out
 
 
 class Failures:
