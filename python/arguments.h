@@ -55,7 +55,7 @@ void define(Scope& scope, const char* name, const Function& function, const Name
 
 namespace pybind11::detail {
 
-// Casts a type through the type that to_python() returns.
+// Converts T to Python with to_python(), and back with from_python().
 template <class T> struct ShownAs {
   using Shown = decltype(cs_kernels_python::to_python(T{}));
   PYBIND11_TYPE_CASTER(T, make_caster<Shown>::name);

@@ -64,7 +64,8 @@ std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
 }
 
 // gamma and variance have [tasks, channels] per layer, concatenated; epsilon is [layers, tasks].
-// Without weights, priorities are read. products: [layers, tasks, tasks], or null.
+// The priorities are outputs if there are weights, else inputs. products: [layers, tasks, tasks],
+// or null.
 void phase2(const Operands& operands, const std::vector<Address>& priorities,
             const std::vector<Address>& weights, Address gamma, Address variance,
             const std::vector<double>& epsilon, Address products, int threads) {
@@ -140,7 +141,7 @@ void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
            Address weights, std::uint64_t option, Address counter, double rate,
            Address similarities) {
-  // A few small problems keep the GIL: they take less time than switching to another thread.
+  // For a few small Gramians, the GIL is kept: solving takes less time than a thread switch.
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();

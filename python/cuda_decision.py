@@ -35,7 +35,7 @@ class Decision:
     """Whether to build the CUDA kernels."""
 
     option: str
-    """The option for CMake: "1", "0", or "auto", which builds them if the toolkit can compile."""
+    """CMake's option: "1", "0", or "auto", which builds the kernels if the toolkit can compile."""
     reason: str
 
     @property

@@ -18,7 +18,7 @@ def repository() -> str:
 
 
 def with_absolute_links(text: str, repository: str) -> str:
-    """Makes relative links and pictures absolute, in Markdown and its HTML but not in code."""
+    """Makes relative links and pictures absolute, in Markdown and embedded HTML but not in code."""
 
     def absolute(match: re.Match[str]) -> str:
         if match[2].startswith("../../"):  # A page of the repository's site, such as its issues.

@@ -29,8 +29,8 @@ std::string shown(const std::int64_t* shape, int dimensions) {
   return py::str(sizes);
 }
 
-// Only transposed convolutions, whose output channels are in dimension 1, may have several groups.
-// Groups divide dimension 0, so the number of channels fits in an int64.
+// `groups` exceeds 1 only in transposed convolutions, whose output channels lie along dimension 1.
+// It divides dimension 0, so the number of channels, groups * shape[1], fits in an int64.
 void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channel_dim,
                   std::int64_t groups) {
   std::string must;

@@ -20,11 +20,12 @@ struct Operands {
   std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
-  // Completes a launch's address table, whose rows have `width` 64-bit integers. A row begins with
-  // the output's address and ends with its gradients' addresses. The column `aligned` says whether
-  // all addresses in a row, including ones written before, are multiples of 16. With `whole_rows`,
-  // the row sizes of the first `layers` tensors and the sizes of the other tensors must also be
-  // multiples of 16 bytes.
+  // Completes a launch's address table, which has a row of `width` 64-bit integers per output. A
+  // row begins with the output's address and ends with its gradients' addresses. The column
+  // `aligned` says whether all addresses in the row, including addresses that the caller has
+  // written, are multiples of 16. With `whole_rows`, the first `layers` outputs must also have
+  // contiguous channels whose size is a multiple of 16 bytes, and every other output must have a
+  // size that is a multiple of 16 bytes.
   void write_table(Address table, std::size_t width, std::size_t aligned, std::size_t layers,
                    bool whole_rows) const;
 

@@ -12,8 +12,8 @@
 
 namespace cs_kernels_python {
 
-// nullopt for anything but a tensor with an address. Sparse tensors have none, and neither do
-// tensors on a device without memory.
+// nullopt unless the object is a tensor with an address. Sparse tensors and tensors on a device
+// without memory have no address.
 std::optional<dlpack::Tensor> as_dlpack(pybind11::handle object);
 
 inline void* address_of(const dlpack::Tensor& tensor) {

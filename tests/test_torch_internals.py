@@ -15,7 +15,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 
 from cs_kernels.engine.stacked.task_layers import is_task_layer
-from cs_kernels.torch_internals.autograd import edge_of, has_hooks, hooked, is_leaf
+from cs_kernels.torch_internals.autograd import arguments_of, edge_of, has_hooks, hooked, is_leaf
 from cs_kernels.torch_internals.compile import is_compiled
 from cs_kernels.torch_internals.ddp import FLAGS
 from cs_kernels.torch_internals.memory import (
@@ -239,6 +239,7 @@ def test_hooks_of_gradients() -> None:
 
 def test_gradients_that_nodes_take() -> None:
     y = torch.nn.Linear(3, 4)(torch.randn(2, 3))
-    (like,) = y.grad_fn._input_metadata
-    assert (tuple(like.shape), like.dtype, like.device) == ((2, 4), torch.float32, y.device)
-    assert not like.is_cpp_nested_tensor
+    (like,) = arguments_of(y.grad_fn)
+    found = tuple(like.shape), like.dtype, like.device, like.is_cpp_nested_tensor
+    message = CHANGED.format("torch_internals/autograd.py", "the gradients that a node takes")
+    assert found == ((2, 4), torch.float32, y.device, False), message

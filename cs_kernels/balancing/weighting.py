@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs_kernels.torch_internals.autograd import has_late_hooks
 from cs_kernels.torch_internals.memory import may_be_overwritten
 
 
@@ -47,7 +48,7 @@ def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout and type(total) is Tensor
-    return alike and dense and not getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return alike and dense and not has_late_hooks(leaf)
 
 
 def weigh(grad: Tensor, number: Tensor | float, update: Tensor | None, *, adds: bool) -> Tensor:

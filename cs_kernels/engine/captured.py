@@ -24,6 +24,7 @@ from cs_kernels.engine.steps import run_step, step
 from cs_kernels.monitor.report import Done
 from cs_kernels.options import checked_integer
 from cs_kernels.schedules import Phase
+from cs_kernels.torch_internals.optimizers import skips_on_device
 
 
 @dataclass
@@ -240,7 +241,7 @@ def _check_on_device(engine: Engine, device: torch.device) -> None:
                 f"optimizer must be built with capturable=True for a captured step, got {name} with"
                 " capturable=False"
             )
-        if scales and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scales and not skips_on_device(optimizer):
             raise ValueError(
                 "optimizer must have fused=True in a captured step with a scaler, to skip a step"
                 f" without a host synchronization, got {name} without fused=True"

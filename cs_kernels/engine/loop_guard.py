@@ -18,6 +18,7 @@ from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
 from cs_kernels.errors import first_of
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.torch_internals.fsdp import counter_of
 
 _MARK = "_cs_kernels_mark"
 """The name of the attribute with a mark: on a torch optimizer, a `_Mark`; on a gradient that an
@@ -54,12 +55,6 @@ def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
 def _mark_on(optimizer: Any) -> _Mark:
     mark: _Mark = getattr(_inner(optimizer), _MARK)
     return mark
-
-
-def _counter_of(grad: Tensor) -> Tensor:
-    """The tensor whose version counts changes of a gradient: for a DTensor, its local tensor."""
-    counter: Tensor = getattr(grad, "_local_tensor", grad)
-    return counter
 
 
 def _is_zero(grads: Iterable[Tensor | None]) -> bool:
@@ -138,7 +133,7 @@ class LoopGuard:
         for parameter in held:
             grad = parameter.grad
             if grad is not None:
-                counter = grad if type(grad) is Tensor else _counter_of(grad)
+                counter = grad if type(grad) is Tensor else counter_of(grad)
                 setattr(grad, _MARK, (mark, counter._version))
         self._kinds[n] = _kind_of(held)
 
@@ -211,7 +206,7 @@ class LoopGuard:
             grad = parameter.grad
             if grad is not None:
                 mark, version = getattr(grad, _MARK, _UNMARKED)
-                counter = grad if type(grad) is Tensor else _counter_of(grad)
+                counter = grad if type(grad) is Tensor else counter_of(grad)
                 if mark is not last or not (waits or version == counter._version):
                     found.append(parameter)
         return found

@@ -12,7 +12,12 @@ from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described, first_of
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Step
-from cs_kernels.torch_internals.autograd import has_hooks, hooked, reached_parameters
+from cs_kernels.torch_internals.autograd import (
+    has_early_hooks,
+    has_hooks,
+    hooked,
+    reached_parameters,
+)
 from cs_kernels.torch_internals.fsdp import (
     all_sharded_modules,
     is_sharded,
@@ -430,7 +435,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
         for task, loss in losses.items()
     }
     for task, loss in checked.items():
-        if loss.is_leaf and has_hooks(loss):
+        if loss.is_leaf and has_early_hooks(loss):
             raise _made_by_hook(task)
     return checked
 

@@ -22,6 +22,7 @@ from cs_kernels.gradients import as_real
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.torch_internals.autograd import (
     Edge,
+    arguments_of,
     edge_of,
     hooked,
     is_reentrant,
@@ -284,7 +285,7 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
         return _SharedPart({}, is_half=False)
     if not all(map(_is_plain, shared)):
         return _SharedPart({}, is_half=False)
-    is_half = any(like.dtype in _HALF for node in shared for like in node._input_metadata)
+    is_half = any(like.dtype in _HALF for node in shared for like in arguments_of(node))
     left, starts = set(shared), dict[str, set[Edge]]()
     for task, of_task in nodes.items():
         if not left.isdisjoint(of_task):
@@ -302,7 +303,7 @@ def _is_plain(node: Any) -> bool:
     """Whether gradients that arrive at a node are not nested, and have known sizes."""
     return all(
         not like.is_cpp_nested_tensor and all(isinstance(size, int) for size in like.shape)
-        for like in node._input_metadata
+        for like in arguments_of(node)
     )
 
 
@@ -384,7 +385,7 @@ def _gradients(
 
 def _any_gradient(edge: GradientEdge) -> Tensor:
     """Varied numbers as an edge's gradient: hardly any operation maps all of them to zero."""
-    like = edge.node._input_metadata[edge.output_nr]
+    like = arguments_of(edge.node)[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
 

@@ -21,16 +21,9 @@ from cs_kernels.torch_internals.autograd import (
     is_leaf,
     is_reentrant,
     makes_gradients,
+    may_hide_parameters,
 )
 from cs_kernels.weightings.weighting import weighed
-
-_HIDE_NOTHING = {
-    "CompiledFunctionBackward",
-    "RegisterPostBackwardFunctionBackward",
-    "_DDPSinkBackward",
-}
-"""Functions of torch (`torch.compile`, `fully_shard`, DistributedDataParallel) that hide no
-parameter from the graph."""
 
 
 def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) -> Hooks:
@@ -107,7 +100,7 @@ def find_one_pass(
         return None
     if any(makes_gradients(leaf) for leaf in leaves):
         return None
-    hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
+    hiding = set(filter(may_hide_parameters, functions))
     unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
     of_one_task = any(tasks[node] is not None for node in hiding)
     if not unmet <= shared or (of_one_task and (unmet or not trusts_functions)):

@@ -7,9 +7,14 @@ differentiable.
 In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing gradient
 counts as zero. Gamma and running variance of several layers are passed as one flat tensor each: the
 layers' [K, O] arrays, concatenated. Output channels lie along a weight's dimension
-`out_channel_dim`: 0, or 1 in transposed convolutions, whose `groups` are blocks of dimension 0.
-Updates must not alias gradients, but `combine_` and `drop_signs_` may write to a gradient of the
-same tensor: an element is read from every gradient before it is written.
+`out_channel_dim`: 0, or 1 in transposed convolutions, whose convolution groups (`groups`) split
+dimension 0. Updates must not alias gradients, except that in `combine_` and `drop_signs_`, an
+update may be one of its own tensor's gradients: an element is read from every gradient before it is
+written.
+
+Eq. (n) refers to the paper on connection strength. d_ij = <G_i, G_j> over channel group i. The
+projection coefficient a_i is the sum of -d_ij / d_ii over the tasks j with d_ij < 0; it is 0 unless
+d_ii > 0.
 """
 
 from collections.abc import Callable
@@ -66,9 +71,10 @@ def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_negative_bits(name: str) -> Callable[..., Any]:
-    """Makes an operator copy tensors with a negative bit, such as `x.conj().imag`.
+    """Returns the implementation for tensors with a negative bit, such as `x.conj().imag`.
 
-    Kernels read raw memory, and PyTorch's own fallback skips tensors in a `Tensor?[]`.
+    It calls the operator with copies, because kernels read raw memory. PyTorch's own fallback skips
+    tensors in a `Tensor?[]`.
     """
 
     def call(*args: Any) -> Any:
@@ -186,12 +192,18 @@ def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: An
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
 def _(*_: object) -> None:
-    """Adds a_i * G_i to the first len(priorities) updates; leaves later updates unchanged."""
+    """Adds a_i * G_i to the first len(priorities) updates, in each channel group i.
+
+    Later updates are unchanged.
+    """
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-    """Returns float64 [groups, K, K]: the tasks' gradient dot products, summed over each group."""
+    """Returns float64 [groups, K, K]: the dot products of the tasks' gradients.
+
+    They are summed over the tensors of a group; tensor t is in group `group_of[t]`.
+    """
     check_tasks(tasks)
     like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
@@ -204,8 +216,8 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 def _(*_: object) -> None:
     """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K].
 
-    With a protected task, an element of the sum whose sign differs from that of the protected
-    gradient's element is replaced by the latter, unless the latter is zero.
+    Where the protected task's gradient is nonzero and the sum differs from it in sign, the update
+    is this gradient.
     """
 
 
@@ -248,9 +260,9 @@ def _(*_: object) -> None:
     " int seed, Tensor weight, bool add) -> ()"
 )
 def _(*_: object) -> None:
-    """As `sketch_`; in the same pass, sets updates to weight * tensors, or adds this with `add`.
+    """As `sketch_`; also writes weight * tensors to the updates or, if `add`, adds it to them.
 
-    The weight is a float64 scalar. Unlike other updates, an update may be its own tensor.
+    Tensors are read once. The weight is a float64 scalar. An update may be the tensor itself.
     """
 
 

@@ -12,7 +12,7 @@ Floats = Sequence[float]
 
 
 class Weighting(NamedTuple):
-    """Where a tensor times a weight goes."""
+    """Where and how `run_sketch` writes its tensor times a weight."""
 
     update: Tensor
     """Contiguous; it may be the tensor itself."""

@@ -1,8 +1,8 @@
 """Checks of operator arguments, shared by all backends.
 
-A failed check raises a ValueError, or a TypeError for a wrong dtype; the message names the argument
-and quotes its value. Gradients can number in the thousands, so backends that read memory by address
-check them in C++ (`python/operands.cpp`), by the rules of `check_gradients`.
+A failed check raises a ValueError, or a TypeError if it checks only a dtype; the message names the
+argument and quotes its value. Gradients can number in the thousands, so backends that read memory
+by address check them in C++ (`python/operands.cpp`), by the rules of `check_gradients`.
 """
 
 from functools import cache
@@ -15,7 +15,8 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 MOST_TASKS = 64
-"""The maximum number of tasks of the Gramian kernels and solvers, on every device."""
+"""The maximum number of tasks. Connection strength and Phase 2 have no maximum in the backends
+reference and cpu."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
 """Limits on a sketch's number of bins: a Triton program owns 256, and bin indices have 32 bits."""
@@ -65,7 +66,7 @@ def _without_float64(device_type: str) -> str | None:
 
 
 def check_float64(device: torch.device, name: str) -> None:
-    """Raises ValueError on a device without float64, the type in which weights are computed."""
+    """Raises a ValueError on a device without float64, the dtype of task weights."""
     why = _without_float64(device.type)
     if why is not None:
         raise ValueError(
@@ -140,7 +141,7 @@ def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
     if like is None:
         raise ValueError("grads must have at least one tensor, got none")
     empty, starts = like.new_empty(0), range(0, tensors * tasks, tasks)
-    # Mostly, the first task has one. There may be too few gradients, as the count is checked later.
+    # Usually, the first task has a gradient. `grads` may be too short; its length is checked later.
     firsts = chain(grads[: tensors * tasks : tasks], repeat(None))
     return [
         next((g for g in grads[s : s + tasks] if g is not None), empty) if first is None else first
@@ -349,7 +350,7 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
 
 
 def check_weighting(updates: Tensors, tensors: Tensors, weight: Tensor) -> None:
-    """Checks the arguments by which `sketch_and_weight_` differs from `sketch_`."""
+    """Checks the arguments of `sketch_and_weight_` that `sketch_` does not have."""
     check_count(len(updates), len(tensors), "updates", "one per tensor")
     for update, tensor in zip(updates, tensors, strict=True):
         check_like(update, tensor, "updates")

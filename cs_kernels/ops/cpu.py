@@ -26,7 +26,10 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 
 class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
-    """Each kernel is one C++ call, on as many threads as torch uses."""
+    """Each kernel is one C++ call.
+
+    Solvers, strengths and priorities run on one thread, all other kernels on as many as torch uses.
+    """
 
     def run_phase2(
         self,

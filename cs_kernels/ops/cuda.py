@@ -165,7 +165,7 @@ class CudaOperators(GpuOperators):
     def launch_combine(
         self, launch: GradientLaunch, weights: Tensor, protected: int | None
     ) -> None:
-        """One block per tile."""
+        """One block per item."""
         in_double = weights.to(torch.float64)
         _kernels.combine(
             **self._gradients(launch),
@@ -176,7 +176,7 @@ class CudaOperators(GpuOperators):
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """One block per tile."""
+        """One block per item."""
         _kernels.drop_signs(
             **self._gradients(launch),
             leaks=leaks.data_ptr(),

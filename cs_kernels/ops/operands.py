@@ -1,6 +1,6 @@
 """Kernel arguments: dtype, memory layout and address of an operator's tensors.
 
-A weight, its gradients and its update must share one dense memory layout; tensors in any other
+Kernels need a weight, its gradients and its update in one dense memory layout; tensors in any other
 layout are copied.
 """
 
@@ -56,7 +56,7 @@ TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 SOLVER_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
 
 if unavailable is None:
-    # The reference runs without the compiled module, so Python needs its own copies of these.
+    # The reference runs without the compiled module, so Python needs its own copies.
     for _name, _value in {
         "max_tasks": MOST_TASKS,
         "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
@@ -104,7 +104,7 @@ def address_of(tensor: Tensor | None) -> int:
 
 
 def misfits(tensors: Grads, likes: Tensors) -> list[int]:
-    """The indices of tensors that are None or differ from `likes` in type or memory layout."""
+    """Indices of tensors that are None or differ from `likes` in dtype, device or memory layout."""
     if unavailable is None:
         return _C.misfits(list(tensors), list(likes))
     return [
@@ -117,7 +117,7 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
 
 
 def _relevant_strides(tensor: Tensor) -> list[int]:
-    """The strides without those of size-1 dimensions, which are arbitrary in torch."""
+    """The strides of dimensions larger than 1; other strides are arbitrary in torch."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
@@ -178,8 +178,8 @@ class Operands:
         outputs: The updates, or tensors that only define the memory layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: `out_channel_dim` of the first tensors; 0 for later ones.
-        groups: The convolution groups of the first tensors; 1 for later ones.
+        out_channel_dims: `out_channel_dim` of the first tensors; 0 for later tensors.
+        groups: The number of convolution groups of the first tensors; 1 for later tensors.
         name: The name of `outputs` in error messages.
 
     """

@@ -54,7 +54,7 @@ def words(key: int, indices: Tensor) -> Tensor:
 
 
 def _words(key: int, high: int, low: Tensor) -> Tensor:
-    """`words` for indices that share their upper 32 bits."""
+    """`words` for the indices high * 2^32 + low."""
     range_key = splitmix64((key + high) & _MASK)
     bits = (lowbias32(low ^ (range_key & 0xFFFFFFFF)) + (range_key >> 32)) & 0xFFFFFFFF
     return lowbias32(bits)

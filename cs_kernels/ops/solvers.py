@@ -1,7 +1,8 @@
 """The methods with a compiled solver, and the constants of the solvers on all backends.
 
 Each entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module has its own copies
-(`csrc/include/cs_kernels/solvers.h`, `solve.h`); the import checks that they are equal.
+of the names and constants (`csrc/include/cs_kernels/solvers.h`, `solve.h`); `operands.py` checks on
+import that they are equal.
 """
 
 SOLVERS = {
@@ -24,7 +25,7 @@ ALIGNED_SCALES = ("min", "median", "rmse")
 RIDGE = 1e-12
 """Added to the diagonal of the correlation matrix."""
 NASH_RIDGE = 1e-10
-"""Nash-MTL's ridge; it keeps the weights of opposed gradients finite."""
+"""The ridge of Nash-MTL and FairGrad; it keeps the weights of opposed gradients finite."""
 NASH_STOP = 1e-9
 """Nash-MTL stops below this Newton decrement."""
 NASH_FULL = 0.25
@@ -39,13 +40,14 @@ ZERO_SUM = 1e-12
 absolute values."""
 EPSILON = 2.220446049250313e-16
 NO_COSINE = 1e-20
-"""ConFIG's direction counts as zero if its squared length per task is at most this."""
+"""ConFIG's cosines count as zero if their mean square is at most this."""
 FAIR_STOP = 1e-9
-"""FairGrad stops once the relative Newton step, times the power in its equation, is below this."""
+"""FairGrad stops once its largest relative Newton step, times the power in its equation, is below
+this."""
 FAIR_FULL = 0.1
 """FairGrad takes full Newton steps below this size, measured as for `FAIR_STOP`."""
 FAIR_LEAST = 1e-290
-"""FairGrad's smallest right-hand side, relative to the largest."""
+"""Lower bound on FairGrad's right-hand sides, relative to the largest."""
 FAIR_MOST = 1e100
 """The cap on FairGrad's inverse curvature: practically infinite for correlations of at most 1."""
 MOST_SIMILAR = 1 - 1e-6

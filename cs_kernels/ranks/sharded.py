@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,13 @@ from cs_kernels.stage import Passes, Stage
 from cs_kernels.torch_internals.fsdp import (
     end_passes,
     fsdp_modules,
-    groups_of,
     is_sharded,
+    keep_unsharded,
     local_shard,
     modules_that_shard,
+    restore_resharding,
     rows_of,
+    set_local_shard,
 )
 
 _OF_STEP = Stage.TURN, Stage.JOINT
@@ -106,16 +108,12 @@ class Sharded(Distributed):
         """Keeps parameters unsharded until the last backward pass through a graph."""
         self._keep_norms()
         if retains and not self._resharded:
-            groups = [group for module in self._modules for group in groups_of(module)]
-            self._resharded = [(group, group.reshard_after_backward) for group in groups]
-            for group in groups:
-                group.reshard_after_backward = False
+            self._resharded = keep_unsharded(self._modules)
         elif not retains:
             self._restore_resharding()
 
     def _restore_resharding(self) -> None:
-        for group, value in self._resharded:
-            group.reshard_after_backward = value
+        restore_resharding(self._resharded)
         self._resharded = []
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
@@ -153,7 +151,7 @@ class Sharded(Distributed):
             packed = torch.cat([shard.flatten() for shard in shards])
             copies = torch.split(packed, [shard.numel() for shard in shards])
             for parameter, shard, own in zip(parameters, shards, copies, strict=True):
-                cast("Any", new[parameter])._local_tensor = own.view(shard.shape)
+                set_local_shard(new[parameter], own.view(shard.shape))
         self._kept = dict(grads)
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:

@@ -1,7 +1,7 @@
 """Walks over autograd's graphs, and hooks on their nodes."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,26 @@ def is_custom(node: object) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+_HIDE_NOTHING = {
+    "CompiledFunctionBackward",
+    "RegisterPostBackwardFunctionBackward",
+    "_DDPSinkBackward",
+}
+"""Functions of torch (`torch.compile`, `fully_shard`, DistributedDataParallel) that hide no
+parameter from the graph."""
+
+
+def may_hide_parameters(node: object) -> bool:
+    """Whether a node's function may read parameters that the graph does not show."""
+    return is_custom(node) and type(node).__name__ not in _HIDE_NOTHING
+
+
+def arguments_of(node: Any) -> Sequence[Any]:
+    """The shape, dtype and device of each gradient that a node takes."""
+    metadata: Sequence[Any] = node._input_metadata
+    return metadata
+
+
 def is_node_of(node: object, function: type[torch.autograd.Function]) -> bool:
     """Whether a node belongs to this function."""
     return isinstance(node, function._backward_cls)
@@ -43,9 +63,19 @@ def is_reentrant(node: object) -> bool:
     return is_custom(node) and hasattr(node, "run_function")
 
 
+def has_early_hooks(tensor: Tensor) -> bool:
+    """Whether hooks see a gradient of a tensor before it is used."""
+    return bool(tensor._backward_hooks)
+
+
+def has_late_hooks(leaf: Tensor) -> bool:
+    """Whether hooks run after a gradient has arrived in `.grad`."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether a gradient of a tensor passes hooks on its way to `.grad`, or after its arrival."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    """Whether hooks see a gradient of a tensor before or after it arrives in `.grad`."""
+    return has_early_hooks(tensor) or has_late_hooks(tensor)
 
 
 def makes_gradients(leaf: Tensor) -> bool:

@@ -24,6 +24,17 @@ def local_shard(tensor: Tensor) -> Tensor:
     return shard
 
 
+def counter_of(grad: Tensor) -> Tensor:
+    """The tensor whose version counts changes of a gradient: for a DTensor, its local tensor."""
+    counter: Tensor = getattr(grad, "_local_tensor", grad)
+    return counter
+
+
+def set_local_shard(tensor: Tensor, shard: Tensor) -> None:
+    """Replaces a DTensor's memory on this rank."""
+    cast("Any", tensor)._local_tensor = shard
+
+
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is a DTensor, like parameters after `fully_shard`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
@@ -90,6 +101,21 @@ def groups_of(module: Any) -> list[Any]:
             f" 2.10 to 2.14, which cs_kernels supports: {error}"
         ) from error
     return found
+
+
+def keep_unsharded(modules: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Keeps modules unsharded after backward passes; returns what `restore_resharding` takes."""
+    groups = [group for module in modules for group in groups_of(module)]
+    before = [(group, group.reshard_after_backward) for group in groups]
+    for group in groups:
+        group.reshard_after_backward = False
+    return before
+
+
+def restore_resharding(before: Iterable[tuple[Any, Any]]) -> None:
+    """Ends `keep_unsharded`."""
+    for group, value in before:
+        group.reshard_after_backward = value
 
 
 def end_passes(module: Any) -> None:

@@ -17,7 +17,7 @@ class SketchOperators(ABC):
     def run_sketch(
         self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
-        """Adds a contiguous, non-empty tensor to the sketch, and weights it if asked to."""
+        """Adds a contiguous, non-empty tensor to the sketch; with `weighting`, also weights it."""
 
     def sketch_(self, sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
         """Reads N elements once, and the sketch once per tensor; copies non-contiguous tensors."""
@@ -37,7 +37,7 @@ class SketchOperators(ABC):
         weight: Tensor,
         add: bool,
     ) -> None:
-        """As `sketch_`; also writes N elements, which it reads first with `add`."""
+        """As `sketch_`; also writes N update elements, and reads them first if `add`."""
         check_sketch(sketch, tensors, offsets)
         check_weighting(updates, tensors, weight)
         key = random_key(seed, 0)

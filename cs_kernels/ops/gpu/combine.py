@@ -141,7 +141,7 @@ def _plan(
     device: torch.device,
     offsets: tuple[int, ...] | None,
 ) -> GradientPlan:
-    """The plan for one dtype's operands, cached because `offsets` are the same in every step."""
+    """The plan for one dtype's operands, cached because each step has the same arguments."""
     mask = tuple(other == code for other in shapes.native.types)
     sizes = tuple(shapes.native.sizes)
     return gradient_plan(sizes, group_of, groups, mask, elements, most_tiles, device, offsets)

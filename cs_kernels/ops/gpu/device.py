@@ -136,7 +136,7 @@ def on_host(numbers: Sequence[int]) -> Tensor:
 
 
 def numbered(prefix: Sequence[int], count: int) -> Tensor:
-    """Returns int32 [count, ...]; each row is the prefix, followed by the row's index."""
+    """Returns int32 [count, len(prefix) + 1]; a row is the prefix, followed by the row's index."""
     rows = torch.empty((count, len(prefix) + 1), dtype=torch.int32, device="cpu")
     rows[:, :-1] = torch.tensor(prefix, dtype=torch.int32, device="cpu")
     rows[:, -1] = torch.arange(count, dtype=torch.int32, device="cpu")

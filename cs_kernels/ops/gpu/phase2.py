@@ -93,7 +93,7 @@ class GpuPhase2(Phase2Operators):
 
     @abstractmethod
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """Writes the updates; ENERGY items write the priorities."""
+        """Writes the updates and, if the plan has ENERGY items, the priorities."""
 
     @abstractmethod
     def launch_energies(

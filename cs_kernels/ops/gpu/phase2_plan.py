@@ -1,7 +1,7 @@
 """The plan of Phase 2 on a GPU: items and tables, made once per trunk and cached on the device.
 
-Phase 2 is one launch for a whole trunk. The work is cut into items, ordered so that each item
-depends only on earlier ones:
+Phase 2 is one launch per dtype for a whole trunk. The work is cut into items, ordered so that each
+item depends only on earlier ones:
 
     ENERGY   Computes the energies of a few rows (output channels) of a weight. The layer's last
              item to finish derives the layer's priorities.
@@ -112,7 +112,8 @@ class Tiling:
     """Approximate elements per ENERGY item."""
     least_energy_rows: int
     least_items: int
-    """Minimum SUM items per multiprocessor; items grow only above it, so that the tail is short."""
+    """Minimum SUM items per multiprocessor. Items grow only above this number, so that few
+    multiprocessors idle at the end."""
     lag: int
     """SUM items per multiprocessor between a layer's last SUM and first PROJECT item."""
     most_units: int = 1
@@ -182,7 +183,7 @@ def phase2_plan(
 
     Args:
         layouts: One per tensor.
-        kernel_sizes: k^2 of each layer.
+        kernel_sizes: The number of elements of each layer's kernel window.
         eps: One per layer and task, or None if priorities are given.
         mask: Whether each tensor has items.
         tiling: The kernel's tiling.

@@ -45,7 +45,11 @@ def combine_(
     tasks: int,
     protected: int | None = None,
 ) -> None:
-    """Update = sum_j weights[group, j] * grads[j], with the signs of a protected gradient."""
+    """Update = sum_j weights[group, j] * grads[j].
+
+    Where the protected gradient is nonzero and the sum differs from it in sign, the update is this
+    gradient.
+    """
     check_task_weights(weights, group_of, tasks, updates, protected)
     check_gradients(updates, grads, tasks)
     for t, update in enumerate(updates):

@@ -83,7 +83,7 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """Eq. (10). Ties go to the first task; a NaN never wins, as it would in `torch.argmax`."""
+    """Eq. (10). Ties go to the first task; a NaN never wins, unlike in `torch.argmax`."""
     check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)
@@ -245,6 +245,6 @@ def phase2_update_(
     channel_groups = torch.split(priorities, channels)
     for weight, priority in zip(weights, channel_groups, strict=True):
         if not weight.numel():
-            priority.zero_()  # Kernels skip layers without elements, whatever their statistics.
+            priority.zero_()  # As in the kernels, which skip layers without elements.
     project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities

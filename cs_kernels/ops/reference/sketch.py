@@ -11,7 +11,7 @@ from cs_kernels.ops.random import random_key, splitmix64, words
 def run_sketch(
     sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
 ) -> None:
-    """Adds one element of each block to every bin, block by block; then weights, in float64."""
+    """Adds one element of each block to every bin; then weights the tensor, in float64."""
     elements, end, size = tensor.flatten(), offset + tensor.numel(), len(sketch)
     bins = torch.arange(size, device=sketch.device)
     for block in range(offset // size, -(-end // size) if tensor.numel() else 0):

@@ -372,7 +372,7 @@ def config_weights(gramian: Tensor) -> Tensor:
     """ConFIG: the update has the same cosine to every gradient.
 
     The update's length is the sum of the gradients' components along it. If no direction has equal
-    cosines, the least-squares direction is used; if that vanishes too, the weights are zero.
+    cosines, the least-squares direction is used; if it is zero, the weights are zero.
     """
 
     def solve(g: Tensor, n: int) -> Tensor:

@@ -35,7 +35,7 @@ _TILE = {
 _MOST_TILES = 8
 _MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
-# SUM items per multiprocessor.
+# As `_LEAST_ITEMS`, in SUM items per multiprocessor; see `Tiling`.
 _LAG = 4
 
 
@@ -62,7 +62,7 @@ def _options(warps: int, registers: int, *, fma: bool = True) -> dict[str, Any]:
 
 
 OPTIONS = _options(4, 168)
-"""Launch options that leave enough registers for three resident programs."""
+"""Launch options that leave enough registers for three resident programs per multiprocessor."""
 
 
 def gradient_options(tasks: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _signed(word: int) -> int:
 def _in_memory(
     device: torch.device, word: int, counter: Tensor | None, rate: float = 0.0
 ) -> Tensor:
-    """Returns int64 [3] on the device: 64 bits, an address, and the bits of a float64.
+    """Returns int64 [3] on the device: the word, the counter's address or 0, and the rate's bits.
 
     If these were scalar arguments, Triton would specialize kernels for values such as 1.
     """
@@ -158,7 +158,7 @@ class TritonOperators(GpuOperators):
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """One program per 512 numbers."""
+        """One program per 512 strengths, with the number of tasks rounded up."""
         tasks, channels = strength.shape
         rounded = Variant.of(tasks, strength.dtype).tasks
         phase2.priority_kernel[(-(-channels * rounded // 512),)](

@@ -1,6 +1,7 @@
-"""Gramian, weighted sum and sign dropping: one launch per operator for all tensors.
+"""Gramian, weighted sum and sign dropping: one launch per operator and dtype for all tensors.
 
-Memory traffic: reads K * N gradient elements once; writes N update elements, if there are updates.
+Memory traffic: reads K * N gradient elements once (for K > 8, the Gramian rereads each tile in
+cache); writes N update elements, if there are updates.
 """
 
 import triton
@@ -183,8 +184,8 @@ def combine_kernel(
 ):
     """Computes one tile of the weighted sum; `weights` is [groups, tasks].
 
-    PROTECTED is the task whose gradient gives elements their signs, or None. See `gramian_kernel`
-    for the other arguments.
+    PROTECTED is the index of the protected task, or None. See `gramian_kernel` for the other
+    arguments.
     """
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     weights += tl.load(tensor + GROUP) * tasks

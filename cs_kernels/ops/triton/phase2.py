@@ -1,4 +1,4 @@
-"""Phase 2 of a whole trunk in one launch; `ops/gpu/phase2_plan.py` describes the items.
+"""Phase 2 of a whole trunk, one launch per dtype; `ops/gpu/phase2_plan.py` describes the items.
 
 Memory traffic: reads weights and gradients once and writes the update once, (K + 2) N elements in
 total. Rows in conflict are revisited with two reads and a write, in the L2 cache if the layer fits.
@@ -133,7 +133,7 @@ def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: const
     scale = widened(tl.load(gamma + offset, mask, other=0.0), tl.float64)
     eps = tl.load(epsilon + task, task < tasks, other=1.0)
     spread = widened(tl.load(variance + offset, mask, other=1.0), tl.float64) + eps[:, None]
-    # Other programs of the same launch may have written these energies.
+    # In Phase 2, other programs of this launch wrote the energies; `arrive` made them visible.
     e = tl.load(energy + row, row < rows, other=0.0)
     return tl.where(mask, scale * scale / spread * e[None, :], 0.0), row
 

@@ -128,7 +128,7 @@ def pointers(address, T: constexpr):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program arrives last; if so, it sees the writes of all other programs."""
+    """Counts this program; returns whether it is the last, which sees all programs' writes."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()

@@ -1,7 +1,7 @@
 """Linear sketches: one launch per tensor.
 
-Memory traffic: reads N elements once; reads and writes d bins of the sketch; writes N update
-elements, if there is an update, and reads them first if it adds to them.
+Memory traffic: reads N elements once; reads and writes d bins of the sketch; if UPDATES, writes N
+update elements, and reads them first if ADDS.
 """
 
 import triton
@@ -34,7 +34,7 @@ def sketch_kernel(
         sketch: float32 [SIZE].
         data: The elements.
         words: int64 [3]: the key, the index of the first element, the number of elements.
-        update: Where the elements times the weight go; it may be `data`.
+        update: The output for the elements times the weight; may be `data`.
         weight: float64 [1].
         SIZE: The number of bins, a power of two.
         DTYPE: The type of the elements.

@@ -1,6 +1,6 @@
 """Task weights from Gramians: one program per Gramian, with K x K numbers in registers.
 
-The reference (`ops/reference/solvers.py`) describes the algorithms. Most work on the correlations
+The reference (`ops/reference/solvers.py`) describes the solvers. Most solvers use the correlations
 C_ij = G_ij / (d_i d_j), where d_i = |g_i|, usually with a ridge on the diagonal. A non-finite
 Gramian gives NaN weights.
 
@@ -63,7 +63,7 @@ def _diagonal(m, TASKS: constexpr):
 
 @triton.jit
 def _times(m, x):
-    """M x for a symmetric m; sums over columns leave fewer numbers per thread."""
+    """M x for a symmetric m. Column sums leave fewer numbers per thread than row sums."""
     return tl.sum(m * x[:, None], 0)
 
 
@@ -236,7 +236,10 @@ def _begin_orders(drawn, TASKS: constexpr):
 
 @triton.jit
 def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
-    """Draws each task's next task j, [TASKS], from `left` other tasks; returns j and the rest."""
+    """Draws for each task i the next task j, from the `left` tasks that are not yet drawn.
+
+    Returns j, [TASKS], and the updated `others`.
+    """
     i = tl.arange(0, TASKS)
     position = i[None, :]
     index = splitmix64(gramian_key + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
