@@ -18,6 +18,7 @@ from cs_kernels.ops.reference.phase2 import channel_rows
 from cs_kernels.ranks import buckets
 from cs_kernels.ranks.buckets import Buckets
 from cs_kernels.ranks.pieces import channel_array, pieces_of
+from cs_kernels.torch_internals.autograd import current_pass
 
 pytestmark = pytest.mark.loop
 
@@ -96,26 +97,30 @@ class Deep(nn.Module):
         return (self(x.view(3, 6).requires_grad_()) - int(task == "b")).square().mean()
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The buckets that were sent, and whether this was during a backward pass."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # One layer per bucket.
+    result: list[tuple[int, bool]] = []
+    send = Buckets.send
+
+    def noted(self: Buckets, bucket: int, parts: Any) -> None:
+        result.append((bucket, current_pass() >= 0))
+        send(self, bucket, parts)
+
+    monkeypatch.setattr(Buckets, "send", noted)
+    return result
+
+
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
 def test_buckets_are_sent_during_the_backward_pass(
     group: dist.ProcessGroup,
-    monkeypatch: pytest.MonkeyPatch,
+    sent: list[tuple[int, bool]],
     reentrant: bool | None,
     method: cs.Method,
 ) -> None:
     """From a task's second pass on, buckets are sent early; one rank trains as without a group."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # One layer per bucket.
-    sent: list[tuple[int, int]] = []
-    send = Buckets.send
-
-    def noted(self: Buckets, bucket: int, parts: Any) -> None:
-        """Sends, and records how many gradients are still to come."""
-        later = [i for of_bucket in self.members[bucket + 1 :] for i in of_bucket]
-        sent.append((bucket, sum(self._parameters[i].grad is None for i in later)))
-        send(self, bucket, parts)
-
-    monkeypatch.setattr(Buckets, "send", noted)
     states = []
     for options in ({}, {"process_group": group}):
         torch.manual_seed(0)
@@ -128,9 +133,20 @@ def test_buckets_are_sent_during_the_backward_pass(
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
     rounds = 1 if isinstance(method, cs.Sum) else 2
     assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
-    # When a bucket is sent, gradients of later buckets are still to come.
-    early = [missing for bucket, missing in sent if bucket == 0]
-    assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
+    assert all(early for bucket, early in sent if bucket < 4)
+
+
+def test_buckets_are_sent_during_the_pass_from_the_features(
+    group: dist.ProcessGroup, sent: list[tuple[int, bool]]
+) -> None:
+    trunk = Deep(0, None).double()
+    opt = optimizer_of(trunk, cs.MGDA(), process_group=group)
+    for _ in range(3):
+        sent.clear()
+        opt.optimizer.zero_grad()
+        z = trunk(torch.linspace(-1, 1, 18).double().view(3, 6))
+        opt.backward({"a": z.square().mean(), "b": (z - 1).square().mean()}, features=z)
+    assert [bucket for bucket, early in sent if early] == [0, 1, 2, 3]
 
 
 def test_a_layer_that_runs_twice_from_time_to_time(
