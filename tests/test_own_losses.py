@@ -163,7 +163,7 @@ def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
         opt.optimizer.step()
 
     if idiom:
-        with pytest.warns(UserWarning, match=r"zero .* a.weight, which only 'a' .* of 3 more"):
+        with pytest.warns(UserWarning, match=r"zero .* a.weight, which only 'a' .* for 3 more"):
             train()
     for _ in range(2):
         train()
@@ -234,7 +234,7 @@ class Unsaid(cs.ConnectionStrength):
 
 
 REACHES = "depend on a parameter of trunk.*'a'.*"
-DETACHED = "features were detached, or computed without gradients"
+DETACHED = "features of trunk were detached, or computed without gradients"
 IGNORED = r"layers must be empty for .* got {'0': None}"
 
 
