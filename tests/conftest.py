@@ -28,17 +28,17 @@ if EMULATION:
 if INTERPRETED:
     patch_language_once()
 
-# Oversubscribed cores make tests of several processes six times as slow.
+# Oversubscribed cores make multi-process tests six times as slow.
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
-"""Every test needs one of these markers; the table of times uses the first that it has."""
+"""Every test needs one of these markers; the table of times uses its first, in this order."""
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
-# Seeds and resident blocks of the emulation: one block after another, or three at a time in random
-# order. The number of blocks decides whether shared memory holds all tiles of a small trunk.
+# The emulation's seed and number of resident blocks: one block after another, or three at a time in
+# random order. The number of blocks decides whether shared memory holds all tiles of a small trunk.
 ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 
@@ -56,7 +56,7 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_group() -> Iterator[None]:
-    """Destroys a process group that a test or its framework has left."""
+    """Destroys the process group that a test or its framework leaves behind."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -77,7 +77,7 @@ def _compiles() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         return
     if torch._dynamo.eval_frame._stance.stance != "default":
-        gc.collect()  # An error's traceback may hold the frames of a pass.
+        gc.collect()  # A traceback may keep a pass alive, which restores the stance when it ends.
     stance = torch._dynamo.eval_frame._stance.stance
     torch.compiler.set_stance("default")
     assert stance == "default"
@@ -187,10 +187,10 @@ def _doctest_names(doctest_namespace: dict[str, object]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="kernels and the loop, in seconds")
-    parser.addoption("--full", action="store_true", help="every case, not a part of them")
-    parser.addoption("--part", metavar="K/N", help="also part K, from 0, of the other cases")
-    parser.addoption("--backends", metavar="A,B", help="kernel tests on these backends alone")
+    parser.addoption("--quick", action="store_true", help="fast tests of kernels and the loop")
+    parser.addoption("--full", action="store_true", help="all cases, not a sample")
+    parser.addoption("--part", metavar="K/N", help="the sample, and part K (from 0) of the rest")
+    parser.addoption("--backends", metavar="A,B", help="only the kernel tests of these backends")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -239,7 +239,7 @@ def _is_quick(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Marks all tests first; samples only those that `-k` and `-m` have selected."""
+    """Marks tests before `-k` and `-m` select some of them, and samples the selected ones."""
     for item in items:
         _mark(item)
     yield
@@ -261,7 +261,7 @@ def pytest_collection_modifyitems(
     kept = {*chosen}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
-    gc.freeze()  # Garbage collections skip imports and collected tests, and stay short.
+    gc.freeze()  # Garbage collections then skip imported objects and pytest's items.
 
 
 def pytest_sessionfinish() -> None:
@@ -300,7 +300,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips Triton compilation under the interpreter, and files that `--quick` leaves out."""
+    """Skips compilation tests under Triton's interpreter, and files that `--quick` leaves out."""
     if collection_path.suffix != ".py":
         return None
     if INTERPRETED and collection_path.name == "test_triton_compiles.py":

@@ -298,6 +298,7 @@ def is_plain(x: object) -> bool:
 
 
 def is_folded(x: Tensor) -> bool:
+    """Whether elements of `x` share memory, as after `expand`."""
     steps = sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     extents = [1, *(step * (size - 1) + 1 for step, size in steps)]
     return any(step < extent for (step, _), extent in zip(steps, extents, strict=False))
@@ -469,7 +470,7 @@ def main() -> None:
         status = os.waitstatus_to_exitcode(os.wait()[1])
         if status not in (0, 1):
             seed = int.from_bytes(current[:8], "little")
-            print(f"--seed {seed} --cases 1 ended the process with {status}")
+            print(f"--seed {seed} --cases 1 ended the process with exit status {status}")
         failed |= status != 0
     sys.exit(failed)
 

@@ -19,10 +19,10 @@ EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 """A folder with the CUDA kernels compiled for this processor; see tests/emulation."""
 
 SMALL = INTERPRETED or EMULATION is not None
-"""Whether samples are smaller."""
+"""Whether kernels run so slowly that tests take smaller samples."""
 
 GPU_BACKENDS = "triton", "cuda"
-"""Backends that sum a tile's products in float32, for gradients of 1e-18 to 1e18."""
+"""Backends that sum a tile's products in float32, so gradients must lie in [1e-18, 1e18]."""
 
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
 """Numbers of tasks on both sides of the limits between the kernels' variants."""
@@ -84,7 +84,7 @@ class Kind:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The options of the functions in `cs_kernels.functional`."""
+        """Keyword arguments for the functions of `cs_kernels.functional`."""
         return {"out_channel_dim": self.out_channel_dim, "groups": self.groups}
 
 
@@ -174,7 +174,7 @@ def trunk_arguments(layers: list[Sample]) -> dict[str, Any]:
 
 
 def operator_calls() -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operator, new tensors in each call."""
+    """Arguments for every operator; each call creates new tensors."""
     layers = [sample(kind, 3, torch.float32) for kind in KINDS]
     weight, gamma, running = torch.randn(4, 3), torch.ones(2, 4), torch.ones(2, 4)
     updates = [torch.zeros(4, 3), torch.zeros(5)]

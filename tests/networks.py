@@ -73,7 +73,7 @@ PRIORITIZED = {
 
 
 class Composed(nn.Module):
-    """Modules, and a function that computes the output from them and the input."""
+    """A module of submodules, and a function that computes its output with them."""
 
     number = 0
     """The number of the step, for a network that changes from step to step."""
@@ -91,7 +91,7 @@ class Composed(nn.Module):
 def with_gradient(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
-    """An autograd function from its two passes; `forward` may hide parameters from autograd."""
+    """An autograd function with these two methods; `forward` may hide parameters from autograd."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -239,7 +239,7 @@ def refused(
 
 
 class Whole(nn.Module):
-    """Trunk and heads in one module; passed as the trunk, it includes the heads."""
+    """A trunk and heads in one module, which many tests pass as a trunk that includes the heads."""
 
     def __init__(self, tasks: list[str] = AB) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def flat_grad(module: nn.Module) -> Tensor:
 def step_by_hand(
     method: cs.GramianMethod, shared: list[nn.Parameter], losses: dict[str, Tensor]
 ) -> list[Tensor]:
-    """The update of the shared parameters from torch.autograd.grad."""
+    """A method's update of the shared parameters, from gradients of torch.autograd.grad."""
     rows = gradient_rows(shared, losses.values())
     step = cs.Step(0, tuple(losses), *[{t: loss.detach() for t, loss in losses.items()}] * 2)
     update = method.weights(rows @ rows.T, step) @ rows
@@ -308,7 +308,7 @@ def assert_same_gradients(first: nn.Module, second: nn.Module, rtol: float = 0) 
 
 
 class Injects(torch.autograd.Function):
-    """An auxiliary loss whose gradient is one in every backward pass."""
+    """Returns `x`; every backward pass also gives `auxiliary`, a loss, the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:

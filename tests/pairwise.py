@@ -44,7 +44,7 @@ def left_out(items: Iterable[pytest.Item], most: int, *, quick: bool) -> set[pyt
     For each backend, tests marked `pairwise` keep cases with every pair of values, and tests marked
     `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`. With
     `quick`, all tests are taken as marked `each`, and keep at most `MOST_QUICK` of these cases,
-    spread evenly over them; tests of the same parameters keep different ones.
+    spread evenly over them; tests with the same parameters keep different cases.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}

@@ -1,7 +1,7 @@
 """A training loop in plain torch, without the package; recipes are compared with it.
 
-Each task has its own network, with torch's batch normalization. All other parameters are shared
-tensors.
+Each task has its own network, with torch's batch normalizations. The networks share all other
+parameters.
 """
 
 import copy
@@ -64,7 +64,7 @@ class PlainTraining:
         self.scaler = scaler
         self.reduction = reduction
         self.conflicts = 0
-        """How many updates in Phase 2, by layer except for PCGrad, a projection has changed."""
+        """The number of Phase 2 updates that a projection changed; per layer, except for PCGrad."""
         unique = {p: None for of_task in self.networks.values() for p in of_task.parameters()}
         self.optimizer = optimizer(unique, **options)
 
@@ -81,7 +81,7 @@ class PlainTraining:
         return new
 
     def gradients(self, task: str, micro_batches: Sequence[Batch]) -> Gradients:
-        """Gradients of the summed losses, for the parameters that they depend on."""
+        """Gradients of the summed losses, for the parameters that the losses depend on."""
         parameters = [*self.networks[task].parameters()]
         found = []
         for batch in micro_batches:

@@ -73,7 +73,7 @@ def whole_copies(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class Network:
-    """Heads, data and a trunk whose statistics are fixed, and how the trunk is distributed.
+    """A trunk with fixed statistics, distributed over ranks in one of several ways, heads and data.
 
     The trunk has plain, grouped and transposed convolutions and linear layers. One convolution and
     one linear layer have no normalization.
@@ -174,7 +174,7 @@ def assert_near(found: Any, expected: Any, rtol: float = 1e-6) -> None:
 def assert_trains_as_one_process(
     pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
 ) -> None:
-    """`case` is a training function, how it distributes its network, and the number of ranks."""
+    """`case`: a training function, the way it distributes its network, and the number of ranks."""
     train, kind, size = case
     found = pools(size).agreed(train, size, kind, method)
     assert_near(found, on_its_device(0, train, size, "alone", method))
@@ -187,7 +187,7 @@ def names_of(cases: Iterable[tuple[Callable[..., Any], str, int]]) -> list[str]:
 def on_ranks(
     size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Turns a function into a test that it returns the same bits on every rank.
+    """Turns a function into a test: its result must have the same bits on every rank.
 
     With `alone`, a single process must return nearly the same; `alone` replaces some of the ranks'
     arguments.
@@ -213,7 +213,7 @@ def on_ranks(
 
 
 class Sent(TorchDispatchMode):
-    """Counts tensor collectives and their elements by name, and messages between hosts."""
+    """Counts float collectives and their elements by name; all other collectives are messages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,14 +42,14 @@ def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> A
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """Runs the functions that it receives, until the connection closes."""
     torch.use_deterministic_algorithms(DEVICE == "cpu")  # New tensors are filled with NaN.
-    gc.freeze()  # Garbage collections skip imported objects, and stay short.
+    gc.freeze()  # Garbage collections then skip imported objects.
     os.environ["LOCAL_RANK"] = str(rank)  # As torchrun does.
     for number in itertools.count():
         try:
             function, arguments = connection.recv()
         except EOFError:
             return
-        # Each function gets a new group, whose threads end with it.
+        # Each function gets a new process group, whose threads end with the group.
         dist.init_process_group(
             "nccl" if DEVICE == "cuda" else "gloo",
             init_method=f"file://{store}{number}",
@@ -58,7 +58,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             timeout=TIMEOUT,
         )
         torch.manual_seed(0)
-        torch.set_num_threads(1)  # Accelerate sets another number, and sums depend on it.
+        torch.set_num_threads(1)  # Sums depend on the number, which Accelerate changes.
         try:
             function = getattr(function, "on_a_rank", function)
             answer = True, on_its_device(rank, function, *arguments)

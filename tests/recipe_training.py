@@ -31,7 +31,7 @@ def recipe(name: str) -> Any:
     if framework:
         torchvision_operators.define()
         pytest.importorskip(framework[0].replace("fabric", "lightning"))
-    if name.endswith("deepspeed"):  # It would compile an operator for shared memory.
+    if name.endswith("deepspeed"):  # DeepSpeed would compile an operator.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     return importlib.import_module(name)
 

@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs on the CPU.
 
 It records the operators of a step with the tensors that they read and wrote. A replay runs these
-operators on the same memory, and no Python.
+operators on the same memory, without the step's Python code.
 """
 
 import contextlib

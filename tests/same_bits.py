@@ -119,7 +119,7 @@ class Training:
         return scale * (self.heads[task](z) - TASKS.index(task)).square().mean()
 
     def run(self, number: int, tasks: list[str], *, fails: bool = False) -> None:
-        """Makes a step; with `fails`, the passes of its last task fail."""
+        """Makes a step; with `fails`, it raises, because the last task's loss has no graph."""
         self.opt.start_epoch(number // 2)
         x = data(number)
 
@@ -180,7 +180,7 @@ def data(number: int) -> Tensor:
 
 
 def outcome(event: str, *setting: str) -> str:
-    """The hash of a training, or the message of its exception."""
+    """The hash of a training run, or the message of its exception."""
     try:
         training = Training(*setting)
         for number in range(STEPS):

@@ -43,7 +43,7 @@ class Case:
     network: nn.Module
     """The network; its attribute `number` is set to the step's number."""
     x: Any
-    """The trunk's input, or a function of the trunk (or of `run`) and the network."""
+    """The trunk's input; or a function of the trunk (or `run`) and the network, giving outputs."""
     loss: Callable[[Any, Any, str], Tensor] = opposed
     """Computes a loss from the network, an output of the trunk, and the task."""
     tasks: Sequence[str] = (*AB,)

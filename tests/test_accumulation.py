@@ -64,7 +64,8 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
             opt.backward(losses, update=n == parts)
             if n < parts:
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
-                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # 1 is lent.
+                # Rows wait elsewhere, with a placeholder in one `.grad`.
+                assert waiting == (4 if isinstance(method, cs.Sum) else 1)
         assert opt.state_dict()["steps"] == 1
     assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
@@ -165,12 +166,12 @@ EQUAL = {
     **dict.fromkeys(("wRL", "wLc", "w1L"), "wL"),  # An update keeps the phase in which it began.
     **dict.fromkeys(("wr", "wzs"), ""),
     **dict.fromkeys(("FttT", "wzFttT"), "FL"),
-    **dict.fromkeys(("LZL", "iL"), "LzL"),  # A scaler skips the step of an overflow.
+    **dict.fromkeys(("LZL", "iL"), "LzL"),  # A scaler skips the step after an overflow.
     **dict.fromkeys(("wzS", "wZS"), "S"),
-    # A new start cancels the warning about dropped gradients.
+    # A step cancels the warning about dropped gradients.
     "wfsL": "sL",
     "wfSL": "SL",
-    # An optimizer step in between is a new start, too.
+    # After `zero_grad` and an optimizer step, plain backward passes may follow.
     "wzsos": "os",
     "wZsoswZS": "osS",
     "FwzsoswzS": "FosS",
@@ -213,7 +214,7 @@ def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
         optimizer.zero_grad()  # Dropped on purpose.
     for _ in range(2):
         backward()
-        trunk.weight.grad[0] = torch.nan  # NaN, so the loop skips all steps.
+        trunk.weight.grad[0] = torch.nan  # The loop skips all steps because of NaN.
 
 
 class Old:
@@ -284,7 +285,7 @@ def _freed(loop: Loop) -> dict[str, Tensor]:
 def test_a_failed_micro_batch_ends_the_update(
     method: cs.Method, failing: Callable[..., Any], error: type[Exception]
 ) -> None:
-    """Any failure drops the waiting gradients; the next call says so, once."""
+    """Any failure drops the waiting gradients; the next call warns about it, once."""
     loop = Loop(method).play("ww")
     with pytest.raises(error):
         loop.opt.backward(failing(loop), update=False)
@@ -311,7 +312,7 @@ def test_a_failed_micro_batch_ends_the_update(
 def test_every_gradient_must_stay_unchanged(
     method: cs.Method, change: Callable[[Whole], object]
 ) -> None:
-    """Applies to the heads' gradients too, and to methods that keep no rows."""
+    """The heads' gradients must, too, and so must all gradients of methods that keep no rows."""
     loop = Loop(method).play("w")
     change(loop.model)
     match = "must stay unchanged until the update.*clip, unscale or add"

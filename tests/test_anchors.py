@@ -251,7 +251,7 @@ def test_a_non_finite_gradient_is_not_kept(rank: int | None) -> None:
 
 @pytest.mark.loop
 def test_frozen_and_unfrozen_parameters() -> None:
-    """The next step computes gradients again; until then, frozen parameters get no update."""
+    """A freeze makes all tasks due again; frozen parameters get no update."""
     loop = Loop(cs.Protect("old", refresh_every=9))
     loop.step(0)
     loop.trunk[0].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Checkpoints of the recipes: after a kill during a write, one remains to resume from."""
+"""Checkpoints of the recipes: a kill during a write leaves a complete one."""
 
 import io
 import os
@@ -54,7 +54,7 @@ for _ in range(int(sys.argv[3])):
 
 @pytest.mark.parametrize("way", ["atomic", "plain"])
 def test_a_kill_at_a_random_moment_leaves_a_readable_file(way: str, tmp_path: Path) -> None:
-    """`torch.save` to a path leaves unreadable files, so some kills do occur during writes."""
+    """The plain way leaves unreadable files, which proves that kills do occur during writes."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "a.pt"), way, str(KILLS)]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -38,7 +38,7 @@ for dtype in ("float32", "float64", "bfloat16", "float16"):
 print(json.dumps([_C.cpu_instruction_set, results]))
 """
 
-# The numbers of torch.randn depend on the processor; those of torch.rand do not.
+# The numbers that torch.randn draws depend on the processor; torch.rand's do not.
 _BITS = """
 import hashlib, json, torch, cs_kernels as cs
 from cs_kernels import _C
@@ -312,7 +312,7 @@ def test_memory_is_poisoned() -> None:
 
 
 def test_tensors_on_different_devices_give_no_address_away() -> None:
-    """Otherwise, a GPU kernel would read host memory, or vice versa."""
+    """The error keeps a GPU kernel from reading host memory, and vice versa."""
 
     def launch(*_: object, **__: object) -> None:
         raise AssertionError("launched")

@@ -320,7 +320,7 @@ TYPES: list[tuple[Callable[[], object], str]] = [
     (lambda: update(W, G, V, GRADS.double()), "grads.*float32.*float64"),
     (lambda: gramian(G.long()), "grads must be one of"),
     (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
-    # Options that no solver takes must not count as no options.
+    # Options that no solver takes must raise, and not become the defaults.
     *((partial(checked_options, W, *given), OPTIONS) for given in ((1.0, 2.0), (5,), (None,))),
 ]
 TIMES: list[tuple[Callable[[], object], str]] = [

@@ -257,7 +257,7 @@ def test_parameters_that_deepspeed_has_partitioned() -> None:
 
 
 def test_sketches_of_all_elements_have_no_errors() -> None:
-    """The page's table is made with these functions."""
+    """These functions also make the table of docs/balancer.md."""
     torch.manual_seed(0)
     trunk = nn.Linear(5, 6)
     z = trunk(torch.randn(8, 5))

@@ -98,7 +98,7 @@ def test_gradients_are_weighted_as_they_arrive(
 ) -> None:
     """The previous step's weights scale the trunk's gradients only; one step lacks a task."""
     if isinstance(method, cs.DBMTL):
-        pytest.skip("test_losses_for_the_method has it")
+        pytest.skip("test_losses_for_the_method covers it")
     monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
     training = Training(copy.deepcopy(method))
     for step in range(5):
@@ -329,7 +329,7 @@ def test_small_gradients_are_sketched_together(monkeypatch: Any, buffer: int) ->
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_gradients_inside_a_block(fails: bool) -> None:
-    """After each pass, `.grad` has its gradients; after a failed one, those that have arrived."""
+    """After each pass, `.grad` has its gradients; after a failed pass, the ones that arrived."""
     training = Training(cs.UPGrad())
     training.step(0)
     training.adam.zero_grad()
@@ -416,7 +416,7 @@ def test_gradients_that_change_later_in_the_pass(
 
 
 class _Mixed(nn.Module):
-    """Gradients that are dense, channels_last, transposed, complex and expanded."""
+    """A trunk whose gradients are dense, channels_last, transposed, complex and expanded."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -440,7 +440,7 @@ class _Mixed(nn.Module):
 def test_every_kind_of_gradient(
     monkeypatch: Any, backend: str, dtype: torch.dtype, buffer: int
 ) -> None:
-    """Gradients outside the buffer are weighted while they are sketched, those in it before."""
+    """Buffered gradients are sketched at the end of a block, all others as they arrive."""
     monkeypatch.setattr("cs_kernels.balancing.sketches._LEAST_BUFFER", buffer)
     monkeypatch.setattr("cs_kernels.balancing.sketches._SHARE", 1 << 30)
     trunk = _Mixed(dtype)
@@ -511,7 +511,7 @@ def _inferred(grad: Tensor) -> Tensor:
 
 
 class _Marked(Tensor):
-    """A subclass."""
+    """A tensor subclass."""
 
 
 @pytest.mark.parametrize("buffer", [0, 9999])
@@ -554,7 +554,7 @@ def test_another_device() -> None:
 
 
 def test_the_buffer_is_small() -> None:
-    """It has a share of all elements, within limits, and no large parameter."""
+    """The buffer holds a share of all elements, within limits, and no large parameter."""
     for shapes, room in (
         ([(1000,)] * 400, 262_000),
         ([(1 << 17,)] * 1000, 31 << 17),
@@ -734,7 +734,7 @@ _A, _B = torch.tensor([1.0, 0, 0]).double(), torch.tensor([-1.0, 1, 0]).double()
 def test_norms_change_while_a_task_is_absent(method: cs.Method) -> None:
     """The Gramian has a's new norm, but b's norm and their cosine from the step before."""
     if isinstance(method, cs.DBMTL | cs.GradVac | cs.PCGrad):
-        pytest.skip("it reads losses, or draws by the step")
+        pytest.skip("the method reads losses, or its weights depend on the step")
     balancer = _steps_of(copy.deepcopy(method), {"a": 100 * _A, "b": _B}, {"a": _A})
     gramian = torch.tensor([[1.0, -1.0], [-1.0, 2.0]]).double()
     torch.testing.assert_close(balancer.gramian, gramian, rtol=1e-5, atol=0)
@@ -852,7 +852,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_gradients_are_weighted_in_their_own_memory(kept: bool) -> None:
-    """Unless something else holds them: what a hook keeps is unchanged."""
+    """A gradient that a hook keeps is unchanged: its weighted values get new memory."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     addresses, held = [], list[Tensor]()
     node = torch.autograd.graph.get_gradient_edge(p).node
@@ -890,7 +890,7 @@ def test_every_step_solves_until_all_tasks_were_seen() -> None:
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), every=2)
     for loads in (False, True):
-        if loads:  # The state has seen one task, and the balancer all of them.
+        if loads:  # The state's run has seen one task, the balancer both.
             balancer.load_state_dict(state)
         for task, grad in (("a", _A), ("b", 9 * _B)):
             with balancer.task(task):
@@ -1069,7 +1069,7 @@ def test_a_resumed_run_is_the_same(method: cs.Method, options: dict[str, int]) -
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Like Accelerate's wrapper, has no hooks, and steps only in the last micro-batch."""
+    """A wrapper like Accelerate's: without hooks, and it steps only in the last micro-batch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -1165,7 +1165,7 @@ def test_steps_without_a_marked_pass_are_warned_about() -> None:
     with pytest.warns(UserWarning, match="10 steps have ended without a block of"):
         unmarked()
     unmarked()
-    # Steps between those that solve have one pass for all tasks, and are marked.
+    # Steps that do not solve make one pass for all tasks, which counts as marked.
     for number in range(30):
         training.adam.zero_grad()
         x = training.network.trunk(training.batch(number, "a"))
@@ -1242,7 +1242,7 @@ def test_a_report_states_its_errors() -> None:
 
 
 def test_a_report_of_modules_with_one_that_counts() -> None:
-    """The errors of all modules together are those of the only one with nonzero gradients."""
+    """The error over all modules equals the error of the only module with nonzero gradients."""
     torch.manual_seed(0)
     p, q = (nn.Parameter(torch.randn(5000)) for _ in "12")
     named = [("one.weight", p), ("other.weight", q)]

@@ -21,7 +21,7 @@ ABC = ["a", "b", "c"]
 
 
 class Branched(nn.Module):
-    """A trunk with a layer for one task, one for two, and one that is used if `uses_late`."""
+    """A trunk with a layer for one task, a layer for two, and a layer that `uses_late` turns on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md agree with the records of the benchmarks."""
+"""The tables and pictures of README.md and docs agree with the records of the benchmarks."""
 
 import re
 import subprocess

@@ -188,7 +188,7 @@ OLD = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py with a CMake that fails, in a copy of the files that setup.py reads."""
+    """Runs setup.py with a CMake that fails, in a folder of links to the files that it reads."""
     root = Path(cuda_decision.__file__).parents[1]
     copy = tmp_path / "copy"
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "python", "cs_kernels"):
@@ -199,7 +199,7 @@ def _build_of(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[s
     cmake.parent.mkdir()
     cmake.write_text("#!/bin/sh\necho 'no compiler' >&2\nexit 1\n")
     cmake.chmod(0o755)
-    (copy / "temp").mkdir()  # From before the checkout was moved.
+    (copy / "temp").mkdir()  # As if the checkout had been moved.
     (copy / "temp" / "CMakeCache.txt").write_text("CMAKE_CACHEFILE_DIR:INTERNAL=/elsewhere\n")
     (copy / "lib" / "cs_kernels").mkdir(parents=True)
     (copy / "lib" / "cs_kernels" / OLD).touch()

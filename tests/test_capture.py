@@ -58,7 +58,7 @@ def test_replays_are_steps(name: str) -> None:
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
 def test_a_captured_run_resumes(name: str) -> None:
-    """A run resumes captured or eager; later replays do not change what was saved."""
+    """A run resumes captured or eager; later replays do not change a saved state."""
     first = CASES[name](captured=True).train(0, 7)
     states = saved(first.setup, first.opt)
     kept = first.opt.state_dict()
@@ -393,7 +393,7 @@ def test_a_capture_around_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
 def test_a_capture_that_fails_changes_nothing(schedule: cs.Schedule) -> None:
-    """Later steps do not change either."""
+    """Later steps equal eager steps, too."""
     wrong: list[str] = []
 
     def start(captured: bool) -> Loop:

@@ -25,11 +25,11 @@ NAMES = ["combine_", "gramian", "task_priority"]
 def pair(request: pytest.FixtureRequest, backend: str) -> tuple[str, str]:
     """A compiled backend and the type of its device."""
     if backend == "reference":
-        pytest.skip("it is what the others are compared with")
+        pytest.skip("all other backends are compared with the reference")
     if "shuffled" in request.node.name:
-        pytest.skip("the checks' processes have one order")
+        pytest.skip("the processes of checks run blocks in one order")
     if INTERPRETED:
-        pytest.skip("the interpreter may take longer than a check may")
+        pytest.skip("a check in the interpreter may exceed its time limit")
     return backend, "cpu" if backend == "cpu" or not torch.cuda.is_available() else "cuda"
 
 

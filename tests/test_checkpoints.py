@@ -170,7 +170,7 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
 
 
 def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
-    """Until the next passes, the state determines which task reaches what."""
+    """Until the next passes, the state determines which task reaches which parameter."""
     trunk, x = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)}), torch.randn(8, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.PCGrad())
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
 
 
 def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:
-    """Simulates a checkpoint on a device other than that of the losses."""
+    """Simulates a checkpoint on a device other than the losses' device."""
     weighting = cs.DynamicWeightAverage()
     weighting.start_epoch(0)
     weighting.observe(cs.Step(losses={"a": torch.tensor(1.0)}))

@@ -45,7 +45,7 @@ def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
 
 
 def _written(operator: Callable[..., None], like: Tensor, memory: str, *arguments: Any) -> Tensor:
-    """Concatenates what an operator writes into a tensor of each shape."""
+    """Concatenates an operator's updates of one tensor per shape."""
     updates = [laid_out(like.new_empty(shape), memory) for shape in SHAPES]
     operator(updates, *arguments)
     return torch.cat([update.flatten() for update in updates]).double()
@@ -120,7 +120,7 @@ def test_updates_over_gradients(
 
 @pytest.mark.parametrize("shape", [None, ()])
 def test_groups(backend: str, shape: tuple[int, ...] | None) -> None:
-    """The tensors of a group share one Gramian and its weights; they may be scalars."""
+    """The tensors of a group share one Gramian and its weights; the tensors may be scalars."""
     grads, group_of = _trunk(3, torch.float64), [1, 0, 2, 1]
     if shape == ():
         grads = [grad.flatten()[0] for grad in grads]
@@ -190,8 +190,8 @@ def test_drop_signs(backend: str, dtype: torch.dtype, tasks: int, memory: str, l
     arguments = rows, memory, grads, [leak * i for i in range(tasks)], 3, 11, tasks
     results = [_written(run, *arguments) for run in (reference.drop_signs_, _ops.drop_signs_)]
     error = (results[0] - results[1]).abs()
-    # The choice may differ where the share is within rounding of the drawn number, in one of 2^24
-    # elements.
+    # The choice may differ where the drawn number is within rounding of the positive share, in one
+    # of 2^24 elements.
     assert (error <= 2 * torch.finfo(dtype).eps * rows.double().abs().sum(0)).all()
 
 

@@ -246,7 +246,7 @@ def test_which_steps_count() -> None:
         assert conflicts.cosines.isfinite().all() or act != "joint"
         assert conflicts.cosines.isnan().all() or act not in ("frozen", "anew")
     opt.step(setup.closure(2))
-    assert conflicts.steps.unique().tolist() == [1]  # Unchanged: it is a copy.
+    assert conflicts.steps.unique().tolist() == [1]  # Unchanged: a copy.
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -336,7 +336,7 @@ def test_a_resumed_run_goes_on() -> None:
 
 
 def test_counts_are_by_name() -> None:
-    """The larger trunk loads the counts of a smaller one that it contains."""
+    """A larger trunk loads the counts of a smaller one, by the names of parameters."""
     _, loss, small = started_problem(cs.PCGrad())
     small.count_conflicts()
     small.step(loss)
@@ -450,7 +450,7 @@ def test_refusals() -> None:
 
 
 def test_a_trunk_that_is_moved() -> None:
-    """The move is to another dtype."""
+    """The trunk moves to another dtype."""
     setup, opt = counting()
     opt.step(setup.closure(0))
     setup.trunk.float()

@@ -80,7 +80,7 @@ class Setup:
         return self.loss_of(self.trunk(self.x), task)
 
     def loss_of(self, output: object, task: str) -> Tensor:
-        """The mean output times random factors; the second task's partly oppose the first's."""
+        """The mean of the output times random factors; the tasks' factors are partly opposed."""
         maps = [*output.values()] if isinstance(output, dict) else output
         total = torch.zeros((), dtype=torch.float64)
         for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):
