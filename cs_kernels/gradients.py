@@ -91,7 +91,8 @@ class Storage:
         """Assigns these parameters' written updates to their `.grad`, now or in `publish`."""
         for i in parameters:
             update = self._updates[i]
-            self.parameters[i].grad = None if update is None else owned(update)
+            whole = update is None or update._base is None  # Saves a call per gradient.
+            self.parameters[i].grad = update if whole else owned(update)
             if not self._reuses_updates:
                 self._updates[i] = None
 

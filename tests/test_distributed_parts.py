@@ -76,6 +76,17 @@ def test_buckets_keep_the_memory_format(
         assert_equal(found.sort(1).values, expected.sort(1).values)
 
 
+@pytest.mark.parametrize("stored", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_kept_gradients_of_any_layout_are_flattened_in_the_order_of_the_bucket(
+    group: dist.ProcessGroup, stored: torch.memory_format
+) -> None:
+    weight = nn.Conv2d(6, 4, 3).to(memory_format=torch.channels_last).weight
+    grad = torch.randn(weight.shape).to(memory_format=stored)
+    made = Buckets({0: weight}, group)
+    made.views[0].copy_(grad)
+    assert_equal(made.flat_of(0, grad), made.flat[0][: weight.numel()])
+
+
 class Deep(nn.Module):
     """A chain of layers, one of which may run twice, with or without checkpointing."""
 

@@ -66,7 +66,7 @@ def test_every_1_is_the_method_without_the_option(name: str, made: Made) -> None
 
 
 def test_weights_are_kept(made: Made) -> None:
-    """Weights are solved for in all steps, in steps 0 and 5 of eight, or only in the first."""
+    """Weights are solved for in all steps, steps 0 and 5, or step 0; an epoch has two steps."""
     assert list(made.runs) == [
         kept_weights.SUM,
         *((name, every) for name in kept_weights.METHODS for every in kept_weights.EVERY),

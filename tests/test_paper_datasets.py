@@ -290,7 +290,7 @@ def test_resized_targets(root):
     equal(item["edge"], 0)
     equal(item["normals"], NORMAL)
     large = open_dataset("nyud", root, "train", size=(12, 12))[0]
-    for task in ("depth", "normals"):  # Next to unknown rows, normals come from the known row.
+    for task in ("depth", "normals"):  # Interpolated from known rows alone.
         equal(large[task], plain[task].repeat(2, -2).repeat(2, -1))
 
 

@@ -100,7 +100,7 @@ def test_a_normalization_outside_the_trunk():
     cs.MultiTaskOptimizer(network, sgd_of(network), AB).step(loss)
 
 
-SAME = "got 3, two of which are the same .*partial"
+SAME = "got 3, two of which have the same code .*partial"
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,15 @@ def test_weighting_of_large_tensors(add: bool) -> None:
         torch.testing.assert_close(update, float(add) + 0.7 * x[:numbers])
 
 
+@pytest.mark.kernel("cpu")
+@pytest.mark.parametrize("add", [False, True])
+def test_a_weight_below_floats_range(add: bool) -> None:
+    x, update = torch.full((70,), 1e35), torch.zeros(70)
+    given = [x], [0], 3, torch.tensor(1e-44, dtype=torch.float64), add
+    torch.ops.cs_kernels.sketch_and_weight_(torch.zeros(256), [update], *given)
+    torch.testing.assert_close(update, torch.full((70,), 1e-9), rtol=1e-6, atol=0)
+
+
 def test_a_weight_of_zero_shows_what_is_not_finite(backend: str) -> None:
     for add in (False, True):
         update, zero = torch.ones(2), torch.zeros((), dtype=torch.float64)

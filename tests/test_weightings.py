@@ -570,7 +570,7 @@ def test_known_losses() -> None:
 
 
 def test_first_micro_batches_of_backward_weigh_each_task_by_its_own_loss() -> None:
-    """No other loss is known; in the warm-up, a loss times its weight is 1."""
+    """The first step has no last losses; a loss times its weight is 1, in each of 2 calls."""
     _, loss, opt = started_problem(cs.Sum(), weighting=cs.SmoothTchebycheff(0.3, 1))
     opt.start_epoch(0)
     for update in (False, True):

@@ -131,10 +131,10 @@ class LoopGuard:
         mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
-            grad = parameter.grad
+            grad: Any = parameter.grad
             if grad is not None:
                 counter = grad if type(grad) is Tensor else counter_of(grad)
-                setattr(grad, _MARK, (mark, counter._version))
+                grad._cs_kernels_mark = mark, counter._version  # As setattr(grad, _MARK, ...).
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager

@@ -122,9 +122,9 @@ def checked_closures(closure: object) -> list[Closure]:
         if facts is not None and found.setdefault(facts, function) is not function:
             raise ValueError(
                 f"closure must be a function for each micro-batch, got {len(closures)}, two of"
-                f" which are the same {described(function)} and read the same batch when called:"
-                " bind each batch, as in functools.partial(loss, batch); or give one function"
-                " several times, [closure] * 2, if it gets its batches itself"
+                " which have the same code and variables, and so read the same batch: bind each"
+                " batch, as in functools.partial(loss, batch); or repeat one function,"
+                " [closure] * 2, if it gets its batches itself"
             )
     return cast("list[Closure]", closures)
 

@@ -23,7 +23,7 @@ OPERATORS: list[str] = []
 
 @dataclass(frozen=True)
 class Backend:
-    """A module with an `operators` object, whose `solve` runs every solver operator."""
+    """A module with an object `operators`, which has a method `solve` for all solvers."""
 
     module_name: str
     devices: tuple[str, ...] | None

@@ -247,7 +247,7 @@ class Overlap:
     def start(
         self, kind: object, members: Sequence[Sequence[int]], send: Callable[[int], None]
     ) -> None:
-        """Announces the last backward pass before the gradients are sent.
+        """Announces the last backward pass, in which buckets may be sent.
 
         Args:
             kind: The kind of pass; passes of one kind usually accumulate the same gradients.

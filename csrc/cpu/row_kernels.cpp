@@ -456,15 +456,23 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
     });
 }
 
-// If a_i is near or beyond a limit of float's range, a_i * G_i may still be well within the range,
-// so the product is computed in double.
+// Whether a weight may be rounded to float. Near or beyond a limit of float's range, the weight may
+// still have a product well within the range, which is then computed in double.
+CS_INLINE bool fits_float(double weight) {
+  const double size = weight < 0 ? -weight : weight;
+  return size <= 0x1p100 && size >= 0x1p-100;
+}
+
+// The type for products with a weight that fits float.
+template <class Type>
+using InFloat = std::conditional_t<std::is_same_v<Type, Float32>, Float32InFloat, Type>;
+
 void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                         void* out) {
-  const double size = scale < 0 ? -scale : scale;
-  if (size > 0x1p100 || size < 0x1p-100)
-    add_scaled<Float32>(sum, x, scale, n, stream, out);
-  else
+  if (fits_float(scale))
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
+  else
+    add_scaled<Float32>(sum, x, scale, n, stream, out);
 }
 
 // Loads Floats::kLanes elements, half as many as a word has signs.
@@ -481,10 +489,30 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
+// Writes or adds weight * x, for the elements of half a sign word; `update` may be `x`.
+template <class Type>
+CS_INLINE void weigh(const typename Type::Element* x, double weight, bool add,
+                     typename Type::Element* update) {
+  using Accumulator = typename Type::Accumulator;
+  const auto a = static_cast<typename Accumulator::Lane>(weight);
+  unrolled<Floats::kLanes / Accumulator::kLanes>([&](std::ptrdiff_t i) CS_LAMBDA_INLINE {
+    const std::ptrdiff_t first = i * Accumulator::kLanes;
+    Accumulator v{};
+    if (add)
+      v = Type::load(update + first);
+    v.add_product(a, Type::load(x + first));
+    Type::store(update + first, v);
+  });
+}
+
 // Adds several runs at once, with the sums in registers.
 template <class Type, int kRuns>
 void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
-                     const std::uint64_t* index, std::int64_t n, float* out) {
+                     const std::uint64_t* index, std::int64_t n, float* out,
+                     const RunUpdates& updates) {
+  using Element = typename Type::Element;
+  const bool updating = updates.places != nullptr;
+  const bool in_float = fits_float(updates.weight);
   constexpr int kWords = 16; // words whose signs are computed together
   // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
   std::uint32_t signs[kRuns][kWords + 1];
@@ -502,19 +530,29 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
     const std::int64_t last = std::min(n, i + kWords * kSignWord);
     for (int k = 0; i < last; ++k) {
       const std::int64_t count = std::min(last - i, kSignWord);
-      typename Type::Element padded[kRuns][kSignWord];
+      Element padded[kRuns][kSignWord];
+      Element padded_updates[kRuns][kSignWord];
       float padded_sums[kSignWord];
-      const typename Type::Element* from[kRuns];
+      const Element* from[kRuns];
+      Element* to[kRuns];
       float* sums = out + i;
-      unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE { from[run] = x[run] + i; });
+      unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
+        from[run] = x[run] + i;
+        to[run] = updating ? static_cast<Element*>(updates.places[run]) + i : nullptr;
+      });
+      const auto bytes = static_cast<std::size_t>(count) * sizeof(Element);
       if (count < kSignWord) {
         std::memset(padded, 0, sizeof padded);
         std::memset(padded_sums, 0, sizeof padded_sums);
         std::memcpy(padded_sums, sums, static_cast<std::size_t>(count) * sizeof *sums);
         sums = padded_sums;
         for (int run = 0; run < kRuns; ++run) {
-          std::memcpy(padded[run], from[run], static_cast<std::size_t>(count) * sizeof *from[run]);
+          std::memcpy(padded[run], from[run], bytes);
           from[run] = padded[run];
+          if (updating) {
+            std::memcpy(padded_updates[run], to[run], bytes);
+            to[run] = padded_updates[run];
+          }
         }
       }
       unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
@@ -523,13 +561,20 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
         unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
           const std::uint64_t pair = std::uint64_t{signs[run][k + 1]} << 32 | signs[run][k];
           Floats v = load_floats<Type>(from[run] + first);
+          if (updating && in_float)
+            weigh<InFloat<Type>>(from[run] + first, updates.weight, updates.add, to[run] + first);
+          else if (updating)
+            weigh<Type>(from[run] + first, updates.weight, updates.add, to[run] + first);
           v.negate(static_cast<std::uint32_t>(pair >> (index[run] % kSignWord)) >> first);
           sum += v;
         });
         sum.store(sums + first);
       });
-      if (count < kSignWord)
+      if (count < kSignWord) {
         std::memcpy(out + i, sums, static_cast<std::size_t>(count) * sizeof *sums);
+        for (int run = 0; run < kRuns && updating; ++run)
+          std::memcpy(static_cast<Element*>(updates.places[run]) + i, to[run], bytes);
+      }
       i += count;
     }
   }
@@ -537,7 +582,7 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
 
 template <class Type>
 void add_signed(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
-                std::int64_t n, float* out) {
+                std::int64_t n, float* out, const RunUpdates& updates) {
   const typename Type::Element* elements[kSignedRuns];
   std::uint64_t first[kSignedRuns];
   SignWords words[kSignedRuns] = {SignWords(0), SignWords(0), SignWords(0), SignWords(0)};
@@ -549,7 +594,7 @@ void add_signed(const void* const* x, int runs, std::uint64_t key, const std::in
   using Kernel = decltype(&add_signed_runs<Type, 1>);
   constexpr Kernel kernels[] = {add_signed_runs<Type, 1>, add_signed_runs<Type, 2>,
                                 add_signed_runs<Type, 3>, add_signed_runs<Type, 4>};
-  kernels[runs - 1](elements, words, first, n, out);
+  kernels[runs - 1](elements, words, first, n, out, updates);
 }
 
 template <class Type, auto kAddScaled = add_scaled<Type>>

@@ -18,6 +18,13 @@ struct NextRow {
   bool once = false;
 };
 
+// Where weight * x is written or, with `add`, added: a place per run, which may be the run itself.
+struct RunUpdates {
+  void* const* places; // null writes nothing
+  double weight;
+  bool add;
+};
+
 struct RowKernels {
   // energies[row] += the sum of squares of a row of n elements; the rows are adjacent.
   // Reads rows * n.
@@ -50,9 +57,10 @@ struct RowKernels {
 
   // Adds x[0][i], then x[1][i] and so on to out[i], for at most kSignedRuns runs; subtracts
   // x[run][i] if the sign of element index[run] + i for this key is minus. A run must lie in one
-  // aligned range of 2^37 indices. Reads (runs + 1) n, writes n.
+  // aligned range of 2^37 indices. Reads (runs + 1) n, writes n; updates are written once, and read
+  // first if they add.
   void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
-                     std::int64_t n, float* out);
+                     std::int64_t n, float* out, const RunUpdates& updates);
 };
 
 struct InstructionSet {

@@ -33,10 +33,6 @@ constexpr std::int64_t kLastCacheBytes = 32 << 20;
 constexpr std::int64_t kScratchBytes = 4 << 20;
 constexpr std::int64_t kStreamRow = 1024;
 
-// Elements per block that are sketched and then weighted at a time: kSignedRuns such runs fit in
-// L1.
-constexpr std::int64_t kSketchPiece = 1024;
-
 // Row kernels.
 constexpr int kUnrolledTasks = 8;           // more tasks: one at a time, over a panel in L1
 constexpr std::int64_t kPanel = 512;        // elements

@@ -41,7 +41,7 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
         projection_coefficient(products + std::int64_t{i} * tasks, tasks, i);
 }
 
-// The a_i of a segment's channel group. The caller must have waited for the layer's flag.
+// The a_i of a segment's channel group, once the caller has waited for kCoefficientsReady.
 template <class T>
 CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segment) {
   const std::int64_t first = work.tensor.layer * work.launch.tasks;

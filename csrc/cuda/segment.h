@@ -12,7 +12,7 @@ namespace cs_kernels::cuda {
 template <class T> struct Segment {
   static constexpr std::uint32_t kVector = Vector<T>::kSize;
 
-  std::int64_t base;    // offset in memory of the segment or, in a row of several runs, of the row
+  std::int64_t base;    // offset in memory of the segment, or of its row if that has several runs
   std::uint32_t length; // in elements
   std::uint32_t first;  // index in the row of the first element, if the row has several runs
   std::uint32_t inner;  // elements of a run; 0 if the row is a single run

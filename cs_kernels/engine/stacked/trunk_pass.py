@@ -349,8 +349,8 @@ class TrunkPass:
         for leaf in taken:
             if has_hooks(leaf):
                 raise ValueError(
-                    f"trunk must have no hook on {name_of(leaf)} for step_together, which"
-                    " gives it the update in place of the tasks' gradients: use step"
+                    f"trunk must have no hook on {name_of(leaf)} for step_together, where the"
+                    " hook would get the update, not the tasks' gradients: use step"
                 )
         if counts:
             if self._updates.by_module:

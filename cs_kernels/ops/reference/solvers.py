@@ -172,7 +172,7 @@ def gradvac_weights(
 
 
 def mgda_weights(gramian: Tensor) -> Tensor:
-    """MGDA: the min-norm point is x / sum x, where x >= 0 minimizes 1/2 x'Gx - 1'x."""
+    """MGDA: the weights are x / sum x, where x >= 0 minimizes 1/2 x'Gx - 1'x."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, RIDGE)
