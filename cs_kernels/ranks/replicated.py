@@ -129,7 +129,7 @@ class Replicated(Distributed):
         self._passes = _Passes(passes.tasks, passes.separate, owed)
 
     def last_backward(self, task: str) -> None:
-        """Lets the next backward pass send a task's gradients or, if it is the last task, the sum."""
+        """Lets the next pass send a task's gradients or, if it is the last task, the sum."""
         separate = self._passes.separate
         if separate or (self._passes.owed and task == self._last_task()):
             name = task if separate else _SUM
