@@ -91,8 +91,9 @@ class Storage:
         """Assigns these parameters' written updates to their `.grad`, now or in `publish`."""
         for i in parameters:
             update = self._updates[i]
-            whole = update is None or update._base is None  # Saves a call per gradient.
-            self.parameters[i].grad = update if whole else owned(update)
+            if update is not None and update._base is not None:  # Saves a call per gradient.
+                update = owned(update)
+            self.parameters[i].grad = update
             if not self._reuses_updates:
                 self._updates[i] = None
 
