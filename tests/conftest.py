@@ -32,6 +32,7 @@ if INTERPRETED:
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # In child processes.
 
 KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
 """Every test needs one of these markers; the table of times uses its first, in this order."""

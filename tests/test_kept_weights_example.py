@@ -52,6 +52,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(scenes, runs[0], folder)
 
 
+OTHERS = [name for name in ("Sum", *kept_weights.METHODS) if name != "UPGrad"]
+
+
 def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.Run:
     run = demo.Run(TASKS, demo.Row(method), TINY, seed, scenes[0], demo.Ranks())
     with Progress(disable=True) as progress:
@@ -59,7 +62,9 @@ def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.
     return run
 
 
-@pytest.mark.parametrize("name", ["Sum", *kept_weights.METHODS])
+@pytest.mark.parametrize(
+    "name", ["UPGrad", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
+)
 def test_every_1_is_the_method_without_the_option(name: str, made: Made) -> None:
     method = partial(cs.PCGrad, seed=1) if name == "PCGrad" else getattr(cs, name)
     assert made.runs[name, 1][1]["losses"] == trained(method, 1, made.scenes).losses

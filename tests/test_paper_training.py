@@ -206,10 +206,10 @@ def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
     ("row", "weighting"),
     [
         ("Mixed", "uncertainty"),
-        ("GD", "dwa"),
-        ("GradDrop", "equal"),
         ("PCGrad + Recon", "equal"),
-        ("RotoGrad", "equal"),
+        pytest.param("GD", "dwa", marks=pytest.mark.full),
+        pytest.param("GradDrop", "equal", marks=pytest.mark.full),
+        pytest.param("RotoGrad", "equal", marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_run_equals_one_that_was_not_interrupted(

@@ -531,6 +531,7 @@ def test_a_stopped_command_resumes(tmp_path, monkeypatch, small):
     assert json.loads(lost.read_text()) | {"seconds": 0} == expected | {"seconds": 0}
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_command(tmp_path):
     """Runs that have not started are cancelled."""
     given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
