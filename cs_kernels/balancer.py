@@ -353,7 +353,7 @@ class GradientBalancer:
             raise ValueError(f"state must be for method {method}, got one for {found}")
         steps = checked_integer("steps", state["steps"], 0, 1 << 63)
         weights = state["weights"]
-        shape = self._products.gramian.shape[:2]
+        shape = tuple(self._products.gramian.shape[:2])
         if weights is not None and (weights.shape != shape or not weights.isfinite().all()):
             raise ValueError(f"state must have finite weights of shape {shape}, got {weights}")
         self.method.check_state(state["method"]["state"], self.tasks)

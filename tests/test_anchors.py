@@ -251,7 +251,7 @@ def test_a_non_finite_gradient_is_not_kept(rank: int | None) -> None:
 
 @pytest.mark.loop
 def test_frozen_and_unfrozen_parameters() -> None:
-    """A freeze makes all tasks due again; frozen parameters get no update."""
+    """A freeze or its end makes all tasks due again; frozen parameters get no update."""
     loop = Loop(cs.Protect("old", refresh_every=9))
     loop.step(0)
     loop.trunk[0].requires_grad_(False)
@@ -264,6 +264,13 @@ def test_frozen_and_unfrozen_parameters() -> None:
     assert loop.opt.due_tasks == tuple(TASKS)
     loop.step(2)
     assert loop.opt.due_tasks == tuple(TASKS[1:])
+    loop.trunk[0].requires_grad_(True)
+    assert loop.opt.due_tasks == tuple(TASKS)
+    before = loop.trunk[0].weight.detach().clone()
+    loop.step(3)
+    assert not loop.trunk[0].weight.equal(before)
+    loop.step(4)
+    assert loop.opt.report().kept_from == {"old": 3}
 
 
 @pytest.mark.loop

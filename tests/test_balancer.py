@@ -1201,7 +1201,7 @@ def test_misuse() -> None:
         ({"tasks": ("a", "b")}, r"tasks \['a', 'b', 'c'\], got \['a', 'b'\]"),
         ({"method": {"name": "PCGrad", "state": {}}}, "for method UPGrad, got one for PCGrad"),
         ({"steps": -1}, "steps must lie in"),
-        ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)|finite weights"),
+        ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)"),
         ({"products": {**state["products"], "gramian": torch.ones(2)}}, r"shape \(1, 3, 3\)"),
     ]
     for change, message in changes:

@@ -439,6 +439,7 @@ def test_refusals() -> None:
         ),
         (partial(load, {**state, "threshold": 0.1}), r"counted with threshold 0\.5, got 0\.1"),
         (partial(load, renamed), r"shared parameters of trunk, got 'nowhere\.weight'"),
+        (partial(load, {**state, "modules": ["nowhere"]}), "modules of trunk, got 'nowhere'"),
         (load, "complete state_dict"),
         (summed.count_conflicts, r"got Sum\(\).*use cs\.Sum\(separate=True\)"),
         (many.count_conflicts, "at most 64 tasks for count_conflicts, got 65"),

@@ -145,6 +145,7 @@ def test_batches_with_labels_for_some_tasks() -> None:
     [
         (lambda: cs.Protect(), r"tasks must name a protected task, got \(\) and levels=None"),
         (lambda: cs.Protect(levels={"a": 1}), r"got \(\) and levels=\{'a': 1\}"),
+        (lambda: cs.Protect("a", "a"), r"tasks must be distinct, got 'a' twice in \['a', 'a'\]"),
         (lambda: cs.Protect(["a"]), r"tasks must be names, as in Protect\('a', 'b'\), got \['a'\]"),
         (
             lambda: cs.Protect("a", levels={"a": 1}),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -493,6 +494,7 @@ def test_the_balancer_trains_the_other_uses(tmp_path, small):
         results[row] = [lagged.train(row, 0, True)] * 2
         torch.manual_seed(0)
         assert results[row][0]["exact"] == use.USE.train(row.split("/")[1], 0, True)["delta_m"]
+        assert math.isfinite(results[row][0]["lagged"])
         assert results[row][0]["lagged"] != 0
     use = replace(lagged.USE, rows=[*rows])
     write(use, results, tmp_path, Console(quiet=True))

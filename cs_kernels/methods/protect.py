@@ -58,9 +58,9 @@ class Protect(GramianMethod):
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: No task is protected, `levels` repeats a protected task, or an option has an
-            invalid value. `MultiTaskOptimizer` and `GradientBalancer` raise it for unknown tasks,
-            and if all tasks are protected.
+        ValueError: No task is protected, a protected task is repeated, or an option has an invalid
+            value. `MultiTaskOptimizer` and `GradientBalancer` raise it for unknown tasks, and if
+            all tasks are protected.
         TypeError: A task is not a string, `levels` not a mapping, or a level not an integer.
 
     Examples:
@@ -86,6 +86,8 @@ class Protect(GramianMethod):
         for task in tasks:
             if not isinstance(task, str):
                 raise TypeError(f"tasks must be names, as in Protect('a', 'b'), got {task!r}")
+            if tasks.count(task) > 1:
+                raise ValueError(f"tasks must be distinct, got {task!r} twice in {list(tasks)}")
         self.levels = dict.fromkeys(tasks, 0)
         given = {} if levels is None else levels
         check_mapping("levels", given, "level")

@@ -301,10 +301,14 @@ class ConflictCounter:
 
     def _rows_of(self, parameters: Sequence[str], modules: Sequence[str]) -> list[int]:
         parameter_rows = {name: row for row, name in enumerate(self._gradients.names)}
-        for name in parameters:
-            if name not in parameter_rows:
-                raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
         module_rows = {name: self._parameters + row for row, name in enumerate(self._modules)}
+        for kind, names, rows in (
+            ("shared parameters", parameters, parameter_rows),
+            ("modules", modules, module_rows),
+        ):
+            for name in names:
+                if name not in rows:
+                    raise ValueError(f"state must name {kind} of trunk, got {name!r}")
         return [parameter_rows[name] for name in parameters] + [module_rows[n] for n in modules]
 
 
