@@ -39,8 +39,8 @@ class GradientBalancer:
 
     A method computes the weights from the gradients of the previous step; the first step is the
     plain sum. The method sees dot products that are estimated from sketches, so no gradient is
-    stored: memory and communication are plain training's, plus K sketches and a buffer of at most
-    16 MB. You keep your loop, your backward passes and your optimizer:
+    stored: memory and communication are plain training's, plus K sketches. You keep your loop, your
+    backward passes and your optimizer:
 
         balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
         for task, batch in micro_batches:
@@ -188,7 +188,6 @@ class GradientBalancer:
         self._active, self._arrived = index, False
         try:
             yield
-            self._sketches.close()
             if loss is None:
                 self._with_loss.discard(task)
             elif self._solves:

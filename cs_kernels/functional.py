@@ -284,12 +284,12 @@ def _check_out(out: Tensor | None, like: Tensor, **inputs: Tensor) -> Tensor:
         )
     check_writable(out, "out")
     for name, tensor in inputs.items():
-        if _share_memory(out, tensor):
-            raise ValueError(f"out must not share memory with {name}, but it does")
+        if _ranges_overlap(out, tensor):
+            raise ValueError(f"out must not overlap the memory range of {name}, but it does")
     return out
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
+def _ranges_overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the memory ranges from the first to the last element of two tensors overlap."""
     if torch.compiler.is_compiling() or a.is_meta or b.is_meta:  # No addresses to compare.
         return False

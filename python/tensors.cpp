@@ -23,10 +23,12 @@ const dlpack::ExchangeApi& torch_exchange() {
     if (found == nullptr)
       throw py::error_already_set();
     const auto* table = static_cast<const dlpack::ExchangeApi*>(found);
-    if (table->major_version != dlpack::kMajorVersion || table->tensor_from_object == nullptr)
-      throw std::runtime_error("torch's DLPack exchange API must have version 1 and read tensors in"
-                               " place, got version " +
+    if (table->major_version != dlpack::kMajorVersion)
+      throw std::runtime_error("torch's DLPack exchange API must have version 1, got version " +
                                std::to_string(table->major_version));
+    if (table->tensor_from_object == nullptr)
+      throw std::runtime_error("torch's DLPack exchange API must have a function that reads a"
+                               " tensor in place, got none");
     return table;
   }();
   return *api;

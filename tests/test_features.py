@@ -429,7 +429,7 @@ def _hidden(network: Network) -> tuple[Losses, Tensor]:
 
 
 def _behind(network: Network) -> tuple[Losses, Tensor]:
-    """The gradients of a trunk layer behind the features would only be summed."""
+    """The gradients of a trunk layer after the features would only be summed."""
     y = network.trunk.embed(network.x)
     z = network.trunk.tokens(y)
     return {"a": z.square().mean(), "b": z.mean()}, y

@@ -313,7 +313,7 @@ def test_a_backward_pass_of_someone_else(request, framework, method, way):
 
 
 def test_a_backward_that_scales_beside_a_scaler():
-    """The optimizer measures both factors."""
+    """A probe measures the product of both scales."""
     norms = []
     for factor in (1.0, 1024.0):
         model, sgd = _dense()

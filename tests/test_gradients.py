@@ -1,4 +1,4 @@
-"""`cs_kernels/gradients.py`: owners of gradients, and the memory of gradients and updates."""
+"""`cs_kernels/gradients.py`: tasks' own parameters; the memory of gradients and updates."""
 
 import copy
 import gc

@@ -233,7 +233,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     trunk.train()
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
-    with refused(trunk.state_dict, ValueError, "normalization for task 'depth' in train mode"):
+    with refused(trunk.state_dict, ValueError, "normalization for task 'depth' that is not frozen"):
         changed()
 
 

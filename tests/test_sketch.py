@@ -112,7 +112,7 @@ def test_special_values_arrive(backend: str) -> None:
 def test_weighting(
     backend: str, dtype: torch.dtype, shape: tuple[int, ...], weight: float, place: str, memory: str
 ) -> None:
-    """Sketches equal those of `sketch_`, bit for bit; updates are rounded once."""
+    """Sketches equal those of `sketch_`, bit for bit; updates are rounded as in float32."""
     x = laid_out(torch.randn(shape).to(dtype), memory)
     update = x if place == "own" else laid_out(torch.randn(shape).to(dtype), memory)
     before, plain = update.double() if place == "added" else 0.0, _sketched(x, offset=77)
@@ -125,16 +125,17 @@ def test_weighting(
 
 
 @pytest.mark.kernel("cpu")
-@pytest.mark.parametrize("add", [False, True])
-def test_weighting_of_large_tensors(add: bool) -> None:
-    """Every element is weighted once, wherever threads, blocks and pieces end."""
+@pytest.mark.parametrize("place", ["own", "other", "added"])
+def test_weighting_of_large_tensors(place: str) -> None:
+    """Every element is weighted once, wherever threads and blocks end."""
     x = torch.randn(1_200_000)
     for numbers, offset in ((1_200_000, 77), (70_001, 65_536), (9_000, 3)):
-        update, sketch = torch.ones(numbers), torch.zeros(65536)
-        given = [x[:numbers]], [offset], 3, torch.tensor(0.7).double(), add
+        grad, sketch = x[:numbers].clone(), torch.zeros(65536)
+        update = grad if place == "own" else torch.ones(numbers)
+        given = [grad], [offset], 3, torch.tensor(0.7).double(), place == "added"
         torch.ops.cs_kernels.sketch_and_weight_(sketch, [update], *given)
         assert torch.equal(sketch, _sketched(x[:numbers], size=65536, offset=offset))
-        torch.testing.assert_close(update, float(add) + 0.7 * x[:numbers])
+        torch.testing.assert_close(update, float(place == "added") + 0.7 * x[:numbers])
 
 
 @pytest.mark.kernel("cpu")

@@ -584,7 +584,7 @@ def steps_back(run: RunTrunk) -> dict[str, Tensor]:
 
 FREE, INPUT = nn.Parameter(torch.ones(()).double()), pictures().requires_grad_()
 PENALTY = "as for a gradient penalty: use step"
-# `net.other` is the weight of `net[3]` outside passes; `net.outputs` are outputs of layers.
+# `net.other` is `net[3].weight` from outside the pass; `net.outputs` are outputs of layers.
 FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
     "crossed": (lambda net, run: crossed(run), "the loss of 'b' depends on the outputs of 'a'"),
     "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),

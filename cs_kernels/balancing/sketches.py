@@ -1,6 +1,5 @@
 """A linear sketch of each task's gradient, from which the dot products are estimated."""
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,9 +17,6 @@ from cs_kernels.ranks.collectives import all_reduce
 
 class Sketches:
     """The sketches of K tasks in one tensor: a row per task, with a sketch per module.
-
-    Small gradients are added up in a buffer, and sketched together at the end of a task's passes,
-    because a call for each of them would take longer.
 
     Args:
         tasks: K.
@@ -44,18 +40,12 @@ class Sketches:
     ) -> None:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
         numels = [*map(math.prod, shapes)]
-        small = _small(numels)
-        modules = 1 + max(module_of)
-        of_modules, of_small = [0] * modules, [0] * modules
-        self._offsets = [0] * len(shapes)
+        of_modules = [0] * (1 + max(module_of))
+        self._offsets = []
         """The index of each parameter's first element; no two modules share an index."""
-        # A module's small parameters have consecutive indices, as in the buffer.
-        order = sorted(range(len(shapes)), key=lambda n: (module_of[n], n not in small))
-        for n in order:
-            module = module_of[n]
-            self._offsets[n] = (module << _MODULE_BITS) + of_modules[module]
-            of_modules[module] += numels[n]
-            of_small[module] += numels[n] * (n in small)
+        for module, numel in zip(module_of, numels, strict=True):
+            self._offsets.append((module << _MODULE_BITS) + of_modules[module])
+            of_modules[module] += numel
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
         # The number of blocks per module; two elements of one block never share a bin.
         self.blocks = [
@@ -65,15 +55,6 @@ class Sketches:
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
-        self._buffer = torch.zeros(sum(of_small), dtype=torch.float32, device=device)
-        self._parts = torch.split(self._buffer, of_small)
-        """The part of the buffer for each module."""
-        in_order = [n for n in order if n in small]
-        views = torch.split(self._buffer, [numels[n] for n in in_order])
-        self._views = {n: view.view(shapes[n]) for n, view in zip(in_order, views, strict=True)}
-        """The part of the buffer for each small parameter."""
-        self._arrived = set[int]()
-        """The modules whose part of the buffer has gradients."""
         self._stream: torch.cuda.Stream | None = None
         """The last stream that used the sketches."""
         self.is_empty = True
@@ -82,7 +63,6 @@ class Sketches:
     def begin(self, step: int) -> None:
         """Clears the sketches for a new step, with new signs and bins."""
         self._wait()
-        self._drop_small()
         if not self.is_empty:
             self._values.zero_()
             self.is_empty = True
@@ -106,10 +86,7 @@ class Sketches:
         self._wait()
         module, offset = self._module_of[parameter], self._offsets[parameter]
         grad = as_real(grad.detach() if grad.requires_grad else grad)
-        if parameter in self._views:
-            self._views[parameter].add_(grad)
-            self._arrived.add(module)
-        elif _is_plain(grad):
+        if _is_plain(grad):
             self._run(self._rows[module], grad, offset, self._key, None)
         else:
             torch.ops.cs_kernels.sketch_(self._rows[module], [grad], [offset], self._seed_of_step)
@@ -123,9 +100,7 @@ class Sketches:
             Whether this was possible; if not, nothing was done.
 
         """
-        if update is None or parameter in self._views:
-            return False
-        if not (_is_plain(grad) and _is_plain(update)):
+        if update is None or not (_is_plain(grad) and _is_plain(update)):
             return False
         self._check_device(grad)
         self.is_empty = False
@@ -151,23 +126,9 @@ class Sketches:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def close(self) -> None:
-        """Ends the passes of a task: adds the small gradients, and empties the buffer."""
-        self._wait()
-        for module in self._arrived:
-            offset = module << _MODULE_BITS
-            self._run(self._rows[module], self._parts[module], offset, self._key, None)
-        self._drop_small()
-
-    def _drop_small(self) -> None:
-        if self._arrived:
-            self._buffer.zero_()
-            self._arrived.clear()
-
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks after `average`."""
         self._wait()
-        self._drop_small()
         self._values.fill_(torch.nan)
         self.is_empty = False
 
@@ -208,21 +169,8 @@ class Sketches:
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
 
 
-_SMALL = 1 << 17
-"""The maximum number of elements of a small gradient."""
-_LEAST_BUFFER, _SHARE, _MOST_BUFFER = 1 << 18, 32, 1 << 22
-"""The buffer holds 1 / `_SHARE` of the parameters' elements, clamped to the two limits."""
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
-
-
-def _small(numels: Sequence[int]) -> set[int]:
-    """The indices of the small parameters that fit into the buffer, the smallest first."""
-    smallest_first = sorted(range(len(numels)), key=numels.__getitem__)
-    ends = itertools.accumulate(numels[n] for n in smallest_first)
-    room = min(max(_LEAST_BUFFER, sum(numels) // _SHARE), _MOST_BUFFER)
-    fitting = (n for n, end in zip(smallest_first, ends, strict=True) if end <= room)
-    return {n for n in fitting if numels[n] <= _SMALL}
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -68,7 +68,7 @@ class BalanceReport:
         """Numbers by name, for a logger; synchronizes with the device.
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
-        and, for pairs of tasks that both had a gradient in any step, "cosine/TASK,TASK",
+        and, for pairs of tasks that both had a gradient in one step, "cosine/TASK,TASK",
         "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK". Norms and cosines are over all
         modules.
         """

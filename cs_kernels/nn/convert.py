@@ -207,8 +207,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         norms = [norm for norm in norms if norm.training]
     if not norms:
         raise ValueError(
-            f"trunk must have a batch normalization for task {task!r} in train mode, but it has"
-            " none, or all of them are in eval mode"
+            f"trunk must have a batch normalization for task {task!r} that is not frozen, but it"
+            " has none, or all of them are in eval mode"
         )
     frozen = [
         module

@@ -33,7 +33,7 @@ def compare(transport: Transport, facts: Mapping[str, object], error_type: type[
 
 
 def difference(transport: Transport, name: str, rank: int, first: Any, other: Any) -> str:
-    """The error message for two unequal values; for lists, it shows their first unequal entries."""
+    """The error message for unequal values; for equally long lists, their first unequal entries."""
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         first, other = next(pair for pair in zip(first, other, strict=True) if pair[0] != pair[1])
     if name == NAMES["stage"]:

@@ -38,7 +38,7 @@ def _force_eager() -> Iterator[None]:
         if not _running:
             _restores.enter_context(torch.compiler.set_stance("force_eager"))
             _restores.enter_context(warnings.catch_warnings())
-            # The warning does not concern our hook.
+            # The watcher's global hook only notes modules, so it may run an extra time.
             message = r"Using `torch\.compile\(module\)` when there are global"
             warnings.filterwarnings("ignore", message)
         _running += 1

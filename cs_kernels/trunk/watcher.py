@@ -92,7 +92,7 @@ class LocalHook:
 
 
 class _FirstRunHook(LocalHook):
-    """Watches the rest of a pass in which a layer runs for the first time."""
+    """Watches the rest of a forward pass in which a layer runs for the first time."""
 
     def __init__(self, watcher: "Watcher") -> None:
         self._watcher = weakref.ref(watcher)

@@ -491,16 +491,15 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
 
 // Writes or adds weight * x, for the elements of half a sign word; `update` may be `x`.
 template <class Type>
-CS_INLINE void weigh(const typename Type::Element* x, double weight, bool add,
-                     typename Type::Element* update) {
+CS_INLINE void weigh(const typename Type::Element* x, typename Type::Accumulator::Lane weight,
+                     bool add, typename Type::Element* update) {
   using Accumulator = typename Type::Accumulator;
-  const auto a = static_cast<typename Accumulator::Lane>(weight);
   unrolled<Floats::kLanes / Accumulator::kLanes>([&](std::ptrdiff_t i) CS_LAMBDA_INLINE {
     const std::ptrdiff_t first = i * Accumulator::kLanes;
     Accumulator v{};
     if (add)
       v = Type::load(update + first);
-    v.add_product(a, Type::load(x + first));
+    v.add_product(weight, Type::load(x + first));
     Type::store(update + first, v);
   });
 }
@@ -512,7 +511,11 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
                      const RunUpdates& updates) {
   using Element = typename Type::Element;
   const bool updating = updates.places != nullptr;
+  const bool add = updates.add;
   const bool in_float = fits_float(updates.weight);
+  // Converted once: the loop's stores might change `updates`, as far as the compiler knows.
+  const auto weight = static_cast<typename Type::Accumulator::Lane>(updates.weight);
+  const auto rounded = static_cast<typename InFloat<Type>::Accumulator::Lane>(updates.weight);
   constexpr int kWords = 16; // words whose signs are computed together
   // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
   std::uint32_t signs[kRuns][kWords + 1];
@@ -543,6 +546,7 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
       const auto bytes = static_cast<std::size_t>(count) * sizeof(Element);
       if (count < kSignWord) {
         std::memset(padded, 0, sizeof padded);
+        std::memset(padded_updates, 0, sizeof padded_updates);
         std::memset(padded_sums, 0, sizeof padded_sums);
         std::memcpy(padded_sums, sums, static_cast<std::size_t>(count) * sizeof *sums);
         sums = padded_sums;
@@ -562,9 +566,9 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
           const std::uint64_t pair = std::uint64_t{signs[run][k + 1]} << 32 | signs[run][k];
           Floats v = load_floats<Type>(from[run] + first);
           if (updating && in_float)
-            weigh<InFloat<Type>>(from[run] + first, updates.weight, updates.add, to[run] + first);
+            weigh<InFloat<Type>>(from[run] + first, rounded, add, to[run] + first);
           else if (updating)
-            weigh<Type>(from[run] + first, updates.weight, updates.add, to[run] + first);
+            weigh<Type>(from[run] + first, weight, add, to[run] + first);
           v.negate(static_cast<std::uint32_t>(pair >> (index[run] % kSignWord)) >> first);
           sum += v;
         });

@@ -16,7 +16,7 @@ void row_energies(DataType type, const ChannelLayout& layout, const void* weight
                   std::int64_t first, std::int64_t last, double* energy) {
   const auto kernel = row_kernels(type).add_energies;
   std::fill(energy, energy + (last - first), 0.0);
-  // The channels of a group are adjacent.
+  // The channels of a convolution's group are adjacent.
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
     for (std::int64_t row = first; row < last;) {
       const std::int64_t stop = std::min(last, (row / layout.channels + 1) * layout.channels);

@@ -256,8 +256,8 @@ class _Together:
         if reached.unknown:
             raise ValueError(
                 f"step_together with {method!r} must know which tasks reach which parameters, but a"
-                " torch.autograd.Function may hide parameters, and a loss does not depend on every"
-                " output of run: use step"
+                " torch.autograd.Function may hide some, while a loss leaves an output of run"
+                " unused: use step"
             )
         return {trunk.shared[i]: i for i in reached.shared}
 

@@ -47,7 +47,7 @@ struct PlannedTensor {
   std::int64_t project_sums; // SUM items per PROJECT item
 };
 
-// A row of a call's address table. The gradients of all tasks come last; 0 stands for zeros.
+// A row of a call's address table. The tasks' gradients come last; null means a zero gradient.
 enum CallField : std::int32_t { kUpdate, kWeight, kPriority, kAligned, kGradients };
 
 enum class ItemKind : std::int32_t { kEnergy = 0, kSum = 1, kProject = 2 };
