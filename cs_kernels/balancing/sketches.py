@@ -134,6 +134,7 @@ class Sketches:
 
     def add_loss(self, task: int, loss: Tensor) -> None:
         """Adds a task's loss; micro-batches add up."""
+        self._wait()
         self._values[task, -2] += loss.detach()
         self._values[task, -1] += 1
         self.is_empty = False
