@@ -146,7 +146,7 @@ class GradientBalancer:
         """The indices of reached parameters whose `.grad` was not None after a `with` block."""
         self._with_loss: set[str] = set()
         """The tasks whose last `with` block on this rank was given a loss."""
-        self._hooks = Arrivals(self._parameters, self._take)
+        self._hooks = Arrivals(self._parameters, self, GradientBalancer._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(StepEnd(own))
         self._release = weakref.finalize(self, release, self._hooks, handle)
@@ -455,7 +455,7 @@ class GradientBalancer:
         grad = grads[0]
         if self._sketching:
             add = self._sketches.add_and_weigh
-            if factor and add(parameter, grad, update, factor.weight, adds=adds):
+            if factor and add(parameter, grad, update, factor.number, adds=adds):
                 return (None,) if adds else None
             self._sketches.add(parameter, grad)
         if factor is None:

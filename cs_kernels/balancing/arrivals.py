@@ -17,9 +17,9 @@ from cs_kernels.torch_internals.fsdp import (
 )
 from cs_kernels.torch_internals.memory import lone_holders
 
-Take = Callable[[int, tuple[Tensor | None, ...], Tensor], tuple[Tensor | None] | None]
-"""Called with a parameter's index, the hook's argument (a tuple with the gradient), and the leaf;
-returns a tuple with the gradient to accumulate instead, or None for no change."""
+Take = Callable[[Any, int, tuple[Tensor | None, ...], Tensor], tuple[Tensor | None] | None]
+"""Called with an object, a parameter's index, the hook's argument (a tuple with the gradient), and
+the leaf; returns a tuple with the gradient to accumulate instead, or None for no change."""
 
 
 class Blocks:
@@ -67,12 +67,13 @@ class Arrivals:
 
     Args:
         parameters: The parameters.
-        take: A bound method, referenced weakly; called with each gradient before its accumulation.
+        owner: The first argument of `take`, referenced weakly.
+        take: Called with each gradient before its accumulation.
 
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], take: Take) -> None:
-        self._take = weakref.WeakMethod(take)
+    def __init__(self, parameters: Sequence[nn.Parameter], owner: Any, take: Take) -> None:
+        self._owner, self._take = weakref.ref(owner), take
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
@@ -104,7 +105,7 @@ class Arrivals:
             if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
                 self._disconnect(n)
                 node = _node_of(leaf)
-                handle = node.register_prehook(_Arrival(self._take, n, leaf))
+                handle = node.register_prehook(_Arrival(self._owner, self._take, n, leaf))
                 self._nodes[n] = (*kind, node, handle)
 
     def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
@@ -138,17 +139,17 @@ def _node_of(leaf: Tensor) -> Any:
 class _Arrival:
     """The hook of a leaf's node."""
 
-    def __init__(self, take: "weakref.WeakMethod[Take]", number: int, leaf: Tensor) -> None:
-        self._take = take
+    def __init__(self, owner: "weakref.ref[Any]", take: Take, number: int, leaf: Tensor) -> None:
+        self._owner, self._take = owner, take
         self._number = number
         self._leaf = leaf
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        take = self._take()
+        owner = self._owner()
         # The node still runs if the parameter was frozen after the forward pass.
-        if take is None or not self._leaf.requires_grad:
+        if owner is None or not self._leaf.requires_grad:
             return None
-        return take(self._number, grads, self._leaf)
+        return self._take(owner, self._number, grads, self._leaf)
 
 
 class StepEnd:

@@ -92,7 +92,13 @@ class Sketches:
             torch.ops.cs_kernels.sketch_(self._rows[module], [grad], [offset], self._seed_of_step)
 
     def add_and_weigh(
-        self, parameter: int, grad: Tensor, update: Tensor | None, weight: Tensor, *, adds: bool
+        self,
+        parameter: int,
+        grad: Tensor,
+        update: Tensor | None,
+        weight: Tensor | float,
+        *,
+        adds: bool,
     ) -> bool:
         """As `add`, but also weights the gradient into `update`, if neither tensor needs a copy.
 
@@ -100,7 +106,9 @@ class Sketches:
             Whether this was possible; if not, nothing was done.
 
         """
-        if update is None or not (_is_plain(grad) and _is_plain(update)):
+        if update is None or not _is_plain(grad):
+            return False
+        if update is not grad and not _is_plain(update):
             return False
         self._check_device(grad)
         self.is_empty = False

@@ -16,7 +16,7 @@ class Weighting(NamedTuple):
 
     update: Tensor
     """Contiguous; it may be the tensor itself."""
-    weight: Tensor
-    """A float64 scalar on the tensor's device."""
+    weight: Tensor | float
+    """A float64 scalar on the tensor's device; on the CPU, also a Python float."""
     add: bool
     """Whether to add to the update rather than overwrite it."""

@@ -2,7 +2,7 @@
 
 import sys
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +30,12 @@ def is_in_foreign_memory(grad: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
 
 
-class _Holders(NamedTuple):
-    """The numbers of references to a gradient and to its memory."""
-
-    python: int
-    tensor: int
-    base: int
-    """References to the base of a view; 0 for other gradients."""
-    storage: int
-
-
-def _holders(grads: tuple[Tensor | None, ...]) -> _Holders:
+def _holders(grads: tuple[Tensor | None, ...], storage: torch.UntypedStorage) -> tuple[int, ...]:
+    """The references to the Python object, the tensor, the base of a view (else 0), the storage."""
     grad = grads[0]
     assert grad is not None
-    base, storage = grad._base, grad.untyped_storage()
-    return _Holders(
+    base = grad._base
+    return (
         sys.getrefcount(grad),
         _use_count(grad),
         0 if base is None else _use_count(base),
@@ -53,19 +44,21 @@ def _holders(grads: tuple[Tensor | None, ...]) -> _Holders:
 
 
 @cache
-def lone_holders() -> frozenset[_Holders]:
+def lone_holders() -> frozenset[tuple[int, ...]]:
     """The reference counts that a hook sees for a gradient that autograd alone holds.
 
     They differ between versions of Python and of torch, so two backward passes measure them: for a
     gradient that is a whole tensor, and for a view. Empty if torch does not count references.
     """
-    found = set[_Holders]()
+    found = set[tuple[int, ...]]()
     if _use_count is None:
         return frozenset()
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones(2, 2, device="cpu", requires_grad=True)
         node = torch.autograd.graph.get_gradient_edge(leaf).node
-        with node.register_prehook(lambda grads: found.add(_holders(grads))):
+        with node.register_prehook(
+            lambda grads: found.add(_holders(grads, grads[0].untyped_storage()))
+        ):
             (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
             functional.linear(leaf.detach(), leaf).sum().backward()  # type: ignore[no-untyped-call]
     return frozenset(found)
@@ -86,7 +79,9 @@ def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
         return False
     if not all(grad.stride()):
         return False
-    whole = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    storage = grad.untyped_storage()
+    if storage.nbytes() != grad.nbytes:
+        return False
     del grad
-    lone = lone_holders() if whole else frozenset()
-    return bool(lone) and _holders(grads) in lone
+    lone = lone_holders()
+    return bool(lone) and _holders(grads, storage) in lone

@@ -460,7 +460,7 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
 // still have a product well within the range, which is then computed in double.
 CS_INLINE bool fits_float(double weight) {
   const double size = weight < 0 ? -weight : weight;
-  return size <= 0x1p100 && size >= 0x1p-100;
+  return size <= 0x1p100 && (size >= 0x1p-100 || size == 0);
 }
 
 // The type for products with a weight that fits float.
@@ -489,116 +489,139 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
+// Whether runs are also written, times a weight, or added to what is there.
+enum class Updating { kNot, kWrites, kAdds };
+
 // Writes or adds weight * x, for the elements of half a sign word; `update` may be `x`.
-template <class Type>
+template <class Type, Updating kUpdating>
 CS_INLINE void weigh(const typename Type::Element* x, typename Type::Accumulator::Lane weight,
-                     bool add, typename Type::Element* update) {
+                     typename Type::Element* update) {
   using Accumulator = typename Type::Accumulator;
   unrolled<Floats::kLanes / Accumulator::kLanes>([&](std::ptrdiff_t i) CS_LAMBDA_INLINE {
     const std::ptrdiff_t first = i * Accumulator::kLanes;
     Accumulator v{};
-    if (add)
+    if constexpr (kUpdating == Updating::kAdds)
       v = Type::load(update + first);
     v.add_product(weight, Type::load(x + first));
     Type::store(update + first, v);
   });
 }
 
+constexpr int kWords = 16; // the words whose signs are computed together
+
+// Adds the elements of word k of several runs to `out`.
+template <class Type, int kRuns, Updating kUpdating>
+CS_INLINE void add_word(const typename Type::Element* const* x, typename Type::Element* const* to,
+                        typename InFloat<Type>::Accumulator::Lane weight,
+                        const std::uint32_t (*signs)[kWords], int k, float* out) {
+  unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
+    const std::ptrdiff_t first = half * Floats::kLanes;
+    Floats sum = Floats::load(out + first);
+    unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
+      Floats v = load_floats<Type>(x[run] + first);
+      if constexpr (kUpdating != Updating::kNot)
+        weigh<InFloat<Type>, kUpdating>(x[run] + first, weight, to[run] + first);
+      v.negate(signs[run][k] >> first);
+      sum += v;
+    });
+    sum.store(out + first);
+  });
+}
+
 // Adds several runs at once, with the sums in registers.
-template <class Type, int kRuns>
-void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
-                     const std::uint64_t* index, std::int64_t n, float* out,
-                     const RunUpdates& updates) {
+template <class Type, int kRuns, Updating kUpdating>
+void add_signed_runs(const void* const* x, void* const* places, double weight,
+                     const SignWords* words, const std::int64_t* index, std::int64_t n,
+                     float* out) {
   using Element = typename Type::Element;
-  const bool updating = updates.places != nullptr;
-  const bool add = updates.add;
-  const bool in_float = fits_float(updates.weight);
-  // Converted once: the loop's stores might change `updates`, as far as the compiler knows.
-  const auto weight = static_cast<typename Type::Accumulator::Lane>(updates.weight);
-  const auto rounded = static_cast<typename InFloat<Type>::Accumulator::Lane>(updates.weight);
-  constexpr int kWords = 16; // words whose signs are computed together
-  // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
-  std::uint32_t signs[kRuns][kWords + 1];
-  for (int run = 0; run < kRuns; ++run)
-    signs[run][kWords] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
+  const auto w = static_cast<typename InFloat<Type>::Accumulator::Lane>(weight);
+  const Element* from[kRuns];
+  Element* to[kRuns];
+  std::uint32_t next[kRuns];
+  for (int run = 0; run < kRuns; ++run) {
+    from[run] = static_cast<const Element*>(x[run]);
+    to[run] = kUpdating == Updating::kNot ? nullptr : static_cast<Element*>(places[run]);
+    next[run] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
+  }
   std::int64_t i = 0;
   while (i < n) {
+    // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
+    std::uint32_t signs[kRuns][kWords];
     for (int run = 0; run < kRuns; ++run) {
-      const auto word =
-          static_cast<std::uint32_t>((index[run] + static_cast<std::uint64_t>(i)) / kSignWord);
-      signs[run][0] = signs[run][kWords];
+      const auto first = static_cast<std::uint32_t>((index[run] + i) / kSignWord);
+      const auto shift = static_cast<std::uint32_t>(index[run] % kSignWord);
+      std::uint32_t bits[kWords + 1];
+      bits[0] = next[run];
       for (std::uint32_t k = 1; k <= kWords; ++k)
-        signs[run][k] = words[run].bits(word + k);
+        bits[k] = words[run].bits(first + k);
+      next[run] = bits[kWords];
+      for (int k = 0; k < kWords; ++k)
+        signs[run][k] = bits[k] >> shift | bits[k + 1] << 1 << (kSignWord - 1 - shift);
     }
     const std::int64_t last = std::min(n, i + kWords * kSignWord);
-    for (int k = 0; i < last; ++k) {
-      const std::int64_t count = std::min(last - i, kSignWord);
-      Element padded[kRuns][kSignWord];
-      Element padded_updates[kRuns][kSignWord];
-      float padded_sums[kSignWord];
-      const Element* from[kRuns];
-      Element* to[kRuns];
-      float* sums = out + i;
+    int k = 0;
+    for (; i + kSignWord <= last; i += kSignWord, ++k) {
+      const Element* elements[kRuns];
+      Element* updates[kRuns];
       unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
-        from[run] = x[run] + i;
-        to[run] = updating ? static_cast<Element*>(updates.places[run]) + i : nullptr;
+        elements[run] = from[run] + i;
+        updates[run] = to[run] + i;
       });
-      const auto bytes = static_cast<std::size_t>(count) * sizeof(Element);
-      if (count < kSignWord) {
-        std::memset(padded, 0, sizeof padded);
-        std::memset(padded_updates, 0, sizeof padded_updates);
-        std::memset(padded_sums, 0, sizeof padded_sums);
-        std::memcpy(padded_sums, sums, static_cast<std::size_t>(count) * sizeof *sums);
-        sums = padded_sums;
-        for (int run = 0; run < kRuns; ++run) {
-          std::memcpy(padded[run], from[run], bytes);
-          from[run] = padded[run];
-          if (updating) {
-            std::memcpy(padded_updates[run], to[run], bytes);
-            to[run] = padded_updates[run];
-          }
-        }
-      }
-      unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
-        const std::ptrdiff_t first = half * Floats::kLanes;
-        Floats sum = Floats::load(sums + first);
-        unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
-          const std::uint64_t pair = std::uint64_t{signs[run][k + 1]} << 32 | signs[run][k];
-          Floats v = load_floats<Type>(from[run] + first);
-          if (updating && in_float)
-            weigh<InFloat<Type>>(from[run] + first, rounded, add, to[run] + first);
-          else if (updating)
-            weigh<Type>(from[run] + first, weight, add, to[run] + first);
-          v.negate(static_cast<std::uint32_t>(pair >> (index[run] % kSignWord)) >> first);
-          sum += v;
-        });
-        sum.store(sums + first);
-      });
-      if (count < kSignWord) {
-        std::memcpy(out + i, sums, static_cast<std::size_t>(count) * sizeof *sums);
-        for (int run = 0; run < kRuns && updating; ++run)
-          std::memcpy(static_cast<Element*>(updates.places[run]) + i, to[run], bytes);
-      }
-      i += count;
+      add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, out + i);
     }
+    if (i == last)
+      continue;
+    // The run's last elements, padded with zeros.
+    const auto rest = static_cast<std::size_t>(last - i);
+    Element padded[kRuns][kSignWord] = {};
+    Element padded_updates[kRuns][kSignWord] = {};
+    float padded_sums[kSignWord] = {};
+    const Element* elements[kRuns];
+    Element* updates[kRuns];
+    for (int run = 0; run < kRuns; ++run) {
+      std::memcpy(padded[run], from[run] + i, rest * sizeof(Element));
+      if constexpr (kUpdating == Updating::kAdds)
+        std::memcpy(padded_updates[run], to[run] + i, rest * sizeof(Element));
+      elements[run] = padded[run];
+      updates[run] = padded_updates[run];
+    }
+    std::memcpy(padded_sums, out + i, rest * sizeof *out);
+    add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, padded_sums);
+    std::memcpy(out + i, padded_sums, rest * sizeof *out);
+    for (int run = 0; run < kRuns && kUpdating != Updating::kNot; ++run)
+      std::memcpy(to[run] + i, padded_updates[run], rest * sizeof(Element));
+    i = last;
   }
 }
 
 template <class Type>
 void add_signed(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
                 std::int64_t n, float* out, const RunUpdates& updates) {
-  const typename Type::Element* elements[kSignedRuns];
-  std::uint64_t first[kSignedRuns];
   SignWords words[kSignedRuns] = {SignWords(0), SignWords(0), SignWords(0), SignWords(0)};
-  for (int run = 0; run < runs; ++run) {
-    elements[run] = static_cast<const typename Type::Element*>(x[run]);
-    first[run] = static_cast<std::uint64_t>(index[run]);
-    words[run] = SignWords(key, first[run] / kSignWord);
+  for (int run = 0; run < runs; ++run)
+    words[run] = SignWords(key, static_cast<std::uint64_t>(index[run] / kSignWord));
+  using Kernel = decltype(&add_signed_runs<Type, 1, Updating::kNot>);
+  constexpr Kernel kernels[][kSignedRuns] = {
+      {add_signed_runs<Type, 1, Updating::kNot>, add_signed_runs<Type, 2, Updating::kNot>,
+       add_signed_runs<Type, 3, Updating::kNot>, add_signed_runs<Type, 4, Updating::kNot>},
+      {add_signed_runs<Type, 1, Updating::kWrites>, add_signed_runs<Type, 2, Updating::kWrites>,
+       add_signed_runs<Type, 3, Updating::kWrites>, add_signed_runs<Type, 4, Updating::kWrites>},
+      {add_signed_runs<Type, 1, Updating::kAdds>, add_signed_runs<Type, 2, Updating::kAdds>,
+       add_signed_runs<Type, 3, Updating::kAdds>, add_signed_runs<Type, 4, Updating::kAdds>}};
+  const double weight = updates.weight;
+  // The products of such a weight are computed apart.
+  const bool in_double = std::is_same_v<Type, Float32> && !fits_float(weight);
+  Updating updating = updates.add ? Updating::kAdds : Updating::kWrites;
+  if (updates.places == nullptr || in_double)
+    updating = Updating::kNot;
+  kernels[static_cast<int>(updating)][runs - 1](x, updates.places, weight, words, index, n, out);
+  for (int run = 0; run < runs && updates.places != nullptr && in_double; ++run) {
+    void* place = updates.places[run];
+    if (updates.add)
+      add_scaled<Type>(place, x[run], weight, n, false, place);
+    else
+      combine_unrolled<Type, 1>(&x[run], &weight, n, false, place);
   }
-  using Kernel = decltype(&add_signed_runs<Type, 1>);
-  constexpr Kernel kernels[] = {add_signed_runs<Type, 1>, add_signed_runs<Type, 2>,
-                                add_signed_runs<Type, 3>, add_signed_runs<Type, 4>};
-  kernels[runs - 1](elements, words, first, n, out, updates);
 }
 
 template <class Type, auto kAddScaled = add_scaled<Type>>
