@@ -566,6 +566,9 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
       unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
         elements[run] = from[run] + i;
         updates[run] = to[run] + i;
+        // Conversions fill the out-of-order window, as in add_scaled.
+        if constexpr (sizeof(Element) == 2 && kUpdating != Updating::kAdds)
+          prefetch(elements[run] + elements_in<Element>(kAhead));
       });
       add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, out + i);
     }
