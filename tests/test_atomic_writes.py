@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
-KILLS = 30
+KILLS = 15
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path

@@ -66,6 +66,7 @@ def test_a_hang_is_a_result(pair: tuple[str, str]) -> None:
     assert re.match(rf"(?s)no answer within {seconds} s\n.*in _hang\n", results[1].detail)
 
 
+@pytest.mark.full
 def test_a_backend_that_keeps_crashing_is_abandoned() -> None:
     results = examine(("cpu", "cpu"), "crash", ["gramian", "combine_", "gramian", "combine_"])
     assert [r.outcome for r in results] == ["crash", "ok", "crash", "not run"]
@@ -108,6 +109,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"the record is in {path}" in printed
 
 
+@pytest.mark.full
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of `--bench` compute a ratio."""
     monkeypatch.setattr(cases, "_seconds", lambda run, _: float(run() is None) + 1)

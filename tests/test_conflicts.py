@@ -278,6 +278,7 @@ def numbers_of(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.each
 @SCALED
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: in
     return whole_copies(network.parameters()), means
 
 
+@pytest.mark.each
 @KINDS
 @pytest.mark.parametrize("call", ["step", "backward"])
 @on_ranks(2)
@@ -183,6 +184,7 @@ class Thirds(cs.GramianMethod):
         return gramian.new_tensor([0.3, 1.5, -0.6])
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("what", ["a loss without its head", "a neck on one rank", "an input"])
 @REPLICATED_OR_SHARDED
 @on_ranks(2)

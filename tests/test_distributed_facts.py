@@ -235,6 +235,7 @@ WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", WEIGHTINGS)
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @on_ranks(2, alone={"kind": "alone"}, rtol=1e-5)

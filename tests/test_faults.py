@@ -221,7 +221,7 @@ def _middle_of_phase_1(steps: int) -> list[Any]:
     return copy.deepcopy(run.state())
 
 
-@pytest.mark.pairwise
+@pytest.mark.each
 @pytest.mark.filterwarnings("ignore:.* in backward has dropped")
 @pytest.mark.parametrize("fault", [FailsAt, InterruptsAt])
 @pytest.mark.parametrize("way", WAYS)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import cs_kernels as cs
 
-pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("kept_weights_example")]
+pytestmark = [pytest.mark.docs, pytest.mark.full, pytest.mark.xdist_group("kept_weights_example")]
 
 TINY = demo.Settings(epochs=4, steps=2, crop=48, batch=2)  # Every task has labels in each crop.
 SEEDS = [0, 1]
@@ -52,9 +52,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(scenes, runs[0], folder)
 
 
-OTHERS = [name for name in ("Sum", *kept_weights.METHODS) if name != "UPGrad"]
-
-
 def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.Run:
     run = demo.Run(TASKS, demo.Row(method), TINY, seed, scenes[0], demo.Ranks())
     with Progress(disable=True) as progress:
@@ -62,9 +59,7 @@ def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["UPGrad", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", ["Sum", *kept_weights.METHODS])
 def test_every_1_is_the_method_without_the_option(name: str, made: Made) -> None:
     method = partial(cs.PCGrad, seed=1) if name == "PCGrad" else getattr(cs, name)
     assert made.runs[name, 1][1]["losses"] == trained(method, 1, made.scenes).losses

@@ -130,7 +130,10 @@ SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
             make_run("Mixed", "nyud", "hrnet18", weighting="tuned", batch=4),
             marks=pytest.mark.full,
         ),
-        make_run("PCGrad", "pascal", "resnet18", weighting="dwa", batch=4),
+        pytest.param(
+            make_run("PCGrad", "pascal", "resnet18", weighting="dwa", batch=4),
+            marks=pytest.mark.full,
+        ),
         make_run(SINGLE, "nyud", "hrnet18", tasks=("normals",)),
         *(make_run(row) for row in ("GD", "Cross-Stitch", "RotoGrad")),
         make_run("Mixed", weighting="uncertainty"),
@@ -167,7 +170,13 @@ def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
     assert are_finite(training.train()["metrics"], name, TASKS[name])
 
 
-@pytest.mark.parametrize(("name", "network"), [("cityscapes", "segnet"), ("nyud", "resnet18")])
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [
+        ("cityscapes", "segnet"),
+        pytest.param("nyud", "resnet18", marks=pytest.mark.full),
+    ],
+)
 def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
     """The plain loop runs a backward pass for each weighted loss."""
     task_norm = name == "nyud"
@@ -241,6 +250,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         assert any(json.loads(one).values())
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes(tmp_path, data):
     """The run gets SIGKILL, as on a machine that runs out of memory."""
     run, folder = make_run(epochs=400), tmp_path / "killed"
@@ -512,6 +522,7 @@ def operations(training, size) -> int:
     return counted.get_total_flops()
 
 
+@pytest.mark.full
 def test_runs_of_one_kind_take_equally_many_operations(tmp_path, data):
     """Recon's copies make no difference; counts grow with pixels; single tasks' heads differ."""
     kinds = {}

@@ -98,8 +98,8 @@ def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
     ("kind", "size", "options"),
     [
         *((kind, 2, options) for kind, options in KINDS.items()),
-        ("sharded", 1, KINDS["sharded"][1:]),
-        ("sharded", 4, KINDS["sharded"]),
+        pytest.param("sharded", 1, KINDS["sharded"][1:], marks=pytest.mark.full),
+        pytest.param("sharded", 4, KINDS["sharded"], marks=pytest.mark.full),
     ],
 )
 def test_resumed_runs_go_on(

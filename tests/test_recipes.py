@@ -697,7 +697,10 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n == "physics_informed" else ()) for n in NAMES],
+)
 def test_recipes_are_short_scripts(
     name,
     capsys: pytest.CaptureFixture[str],

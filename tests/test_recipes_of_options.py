@@ -288,7 +288,7 @@ def wandb(monkeypatch, tmp_path):
     package.teardown()
 
 
-@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("logger", ["tensorboard", pytest.param("wandb", marks=pytest.mark.full)])
 def test_watched_by_parameter(float64, wandb, logger, tmp_path):
     pytest.importorskip("tensorboard")
     module = recipe("watched_by_parameter")

@@ -216,7 +216,10 @@ def _theirs(aggregator: torch.nn.Module, rows: Tensor) -> Tensor | None:
         return None
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n == "FairGrad-2.0" else ()) for n in CASES],
+)
 def test_equal_to_torchjd_or_better(
     name: str, backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

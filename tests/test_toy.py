@@ -87,6 +87,7 @@ def test_who_reaches_the_front_and_where(steps):
     np.testing.assert_allclose(ends["NashMTL"], ends["FairGrad"], atol=0.1)
 
 
+@pytest.mark.full
 def test_every_method_draws_its_paths(tmp_path):
     paths = toy.follow([*toy.METHODS], toy.KEPT)
     for path in paths:

@@ -13,7 +13,7 @@ from cs_kernels.trunk.watcher import LAYERS
 pytestmark = pytest.mark.networks
 
 
-FAST = ["resnet18", "efficientnet_b0", "levit_128s", "vit_tiny_patch16_224"]
+FAST = ["resnet18", "vit_tiny_patch16_224"]
 SLOW = [pytest.param(name, marks=pytest.mark.full) for name in CASES if name not in FAST]
 
 

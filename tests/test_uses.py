@@ -236,7 +236,13 @@ def test_a_step_equals_a_plain_loop(float64, method, merged):
     torch.testing.assert_close(flat_grad(network), merged(*rows))
 
 
-@pytest.mark.parametrize("row", ["burgers/Sum", "helmholtz/ConFIG, every 10", "inverse/Sum"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "helmholtz/ConFIG, every 10",
+        *(pytest.param(row, marks=pytest.mark.full) for row in ("burgers/Sum", "inverse/Sum")),
+    ],
+)
 def test_quick_runs_lower_the_loss(row):
     result = pinn.train(row, 0, True)
     first, last = (sum(result["losses"][i].values()) for i in (0, -1))
@@ -464,8 +470,11 @@ def test_runs_are_reproducible(small, use, row):
 @pytest.mark.parametrize(
     "use",
     [
-        *(module.USE for module in (agreement, photograph, tabular)),
-        *(pytest.param(m.USE, marks=pytest.mark.full) for m in (finetune, priorities, protect)),
+        tabular.USE,
+        *(
+            pytest.param(module.USE, marks=pytest.mark.full)
+            for module in (agreement, photograph, finetune, priorities, protect)
+        ),
     ],
     ids=lambda use: use.name,
 )
@@ -486,6 +495,7 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, small, use):
         assert (tmp_path / f"{use.name}{look}.svg").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_the_balancer_trains_the_other_uses(tmp_path, small):
     """Each "exact" result equals the `delta_m` that the use's own `train` returns."""
     rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}
