@@ -543,8 +543,9 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
     to[run] = kUpdating == Updating::kNot ? nullptr : static_cast<Element*>(places[run]);
     next[run] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
   }
+  const std::int64_t rest = n % kSignWord;
   std::int64_t i = 0;
-  while (i < n) {
+  while (i < n - rest) {
     // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
     std::uint32_t signs[kRuns][kWords];
     for (int run = 0; run < kRuns; ++run) {
@@ -558,9 +559,8 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
       for (int k = 0; k < kWords; ++k)
         signs[run][k] = bits[k] >> shift | bits[k + 1] << 1 << (kSignWord - 1 - shift);
     }
-    const std::int64_t last = std::min(n, i + kWords * kSignWord);
-    int k = 0;
-    for (; i + kSignWord <= last; i += kSignWord, ++k) {
+    const std::int64_t last = std::min(n - rest, i + kWords * kSignWord);
+    for (int k = 0; i < last; i += kSignWord, ++k) {
       const Element* elements[kRuns];
       Element* updates[kRuns];
       unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
@@ -572,28 +572,42 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
       });
       add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, out + i);
     }
-    if (i == last)
-      continue;
-    // The run's last elements, padded with zeros.
-    const auto rest = static_cast<std::size_t>(last - i);
-    Element padded[kRuns][kSignWord] = {};
-    Element padded_updates[kRuns][kSignWord] = {};
-    float padded_sums[kSignWord] = {};
-    const Element* elements[kRuns];
-    Element* updates[kRuns];
-    for (int run = 0; run < kRuns; ++run) {
-      std::memcpy(padded[run], from[run] + i, rest * sizeof(Element));
-      if constexpr (kUpdating == Updating::kAdds)
-        std::memcpy(padded_updates[run], to[run] + i, rest * sizeof(Element));
-      elements[run] = padded[run];
-      updates[run] = padded_updates[run];
-    }
-    std::memcpy(padded_sums, out + i, rest * sizeof *out);
-    add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, padded_sums);
-    std::memcpy(out + i, padded_sums, rest * sizeof *out);
-    for (int run = 0; run < kRuns && kUpdating != Updating::kNot; ++run)
-      std::memcpy(to[run] + i, padded_updates[run], rest * sizeof(Element));
-    i = last;
+  }
+  if (rest == 0)
+    return;
+  // The last elements, padded with zeros to a word.
+  const auto count = static_cast<std::size_t>(rest);
+  Element padded[kRuns][kSignWord] = {};
+  Element padded_updates[kRuns][kSignWord] = {};
+  float padded_sums[kSignWord] = {};
+  const void* elements[kRuns];
+  void* updates[kRuns];
+  std::int64_t indices[kRuns];
+  for (int run = 0; run < kRuns; ++run) {
+    std::memcpy(padded[run], from[run] + i, count * sizeof(Element));
+    if constexpr (kUpdating == Updating::kAdds)
+      std::memcpy(padded_updates[run], to[run] + i, count * sizeof(Element));
+    elements[run] = padded[run];
+    updates[run] = padded_updates[run];
+    indices[run] = index[run] + i;
+  }
+  std::memcpy(padded_sums, out + i, count * sizeof *out);
+  add_signed_runs<Type, kRuns, kUpdating>(elements, updates, weight, words, indices, kSignWord,
+                                          padded_sums);
+  std::memcpy(out + i, padded_sums, count * sizeof *out);
+  if constexpr (kUpdating != Updating::kNot)
+    for (int run = 0; run < kRuns; ++run)
+      std::memcpy(to[run] + i, padded_updates[run], count * sizeof(Element));
+}
+
+template <class Type, Updating kUpdating>
+void add_signed_as(const void* const* x, void* const* places, double weight, int runs,
+                   const SignWords* words, const std::int64_t* index, std::int64_t n, float* out) {
+  if (runs == kSignedRuns)
+    return add_signed_runs<Type, kSignedRuns, kUpdating>(x, places, weight, words, index, n, out);
+  for (int run = 0; run < runs; ++run) {
+    void* const* place = kUpdating == Updating::kNot ? nullptr : places + run;
+    add_signed_runs<Type, 1, kUpdating>(x + run, place, weight, words + run, index + run, n, out);
   }
 }
 
@@ -603,27 +617,19 @@ void add_signed(const void* const* x, int runs, std::uint64_t key, const std::in
   SignWords words[kSignedRuns] = {SignWords(0), SignWords(0), SignWords(0), SignWords(0)};
   for (int run = 0; run < runs; ++run)
     words[run] = SignWords(key, static_cast<std::uint64_t>(index[run] / kSignWord));
-  using Kernel = decltype(&add_signed_runs<Type, 1, Updating::kNot>);
-  constexpr Kernel kernels[][kSignedRuns] = {
-      {add_signed_runs<Type, 1, Updating::kNot>, add_signed_runs<Type, 2, Updating::kNot>,
-       add_signed_runs<Type, 3, Updating::kNot>, add_signed_runs<Type, 4, Updating::kNot>},
-      {add_signed_runs<Type, 1, Updating::kWrites>, add_signed_runs<Type, 2, Updating::kWrites>,
-       add_signed_runs<Type, 3, Updating::kWrites>, add_signed_runs<Type, 4, Updating::kWrites>},
-      {add_signed_runs<Type, 1, Updating::kAdds>, add_signed_runs<Type, 2, Updating::kAdds>,
-       add_signed_runs<Type, 3, Updating::kAdds>, add_signed_runs<Type, 4, Updating::kAdds>}};
   const double weight = updates.weight;
+  void* const* places = updates.places;
   // The products of such a weight are computed apart.
   const bool in_double = std::is_same_v<Type, Float32> && !fits_float(weight);
-  Updating updating = updates.add ? Updating::kAdds : Updating::kWrites;
-  if (updates.places == nullptr || in_double)
-    updating = Updating::kNot;
-  kernels[static_cast<int>(updating)][runs - 1](x, updates.places, weight, words, index, n, out);
-  for (int run = 0; run < runs && updates.places != nullptr && in_double; ++run) {
-    void* place = updates.places[run];
+  const auto add = places == nullptr || in_double ? add_signed_as<Type, Updating::kNot>
+                   : updates.add                  ? add_signed_as<Type, Updating::kAdds>
+                                                  : add_signed_as<Type, Updating::kWrites>;
+  add(x, places, weight, runs, words, index, n, out);
+  for (int run = 0; run < runs && places != nullptr && in_double; ++run) {
     if (updates.add)
-      add_scaled<Type>(place, x[run], weight, n, false, place);
+      add_scaled<Type>(places[run], x[run], weight, n, false, places[run]);
     else
-      combine_unrolled<Type, 1>(&x[run], &weight, n, false, place);
+      combine_unrolled<Type, 1>(&x[run], &weight, n, false, places[run]);
   }
 }
 
