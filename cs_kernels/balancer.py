@@ -14,7 +14,6 @@ from cs_kernels.balancing.arguments import (
     check_agreement,
     checked_method,
     checked_parameters,
-    checked_tasks,
     groups_of,
     torch_optimizer,
 )
@@ -26,6 +25,7 @@ from cs_kernels.balancing.weighting import Factor, factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
+from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
 from cs_kernels.options import checked_integer, checked_seed
 from cs_kernels.step import Step
@@ -93,7 +93,7 @@ class GradientBalancer:
         seed: int = 0,
         check_passes: bool = True,
     ) -> None:
-        self.tasks = checked_tasks(tasks)
+        self.tasks = check_tasks(tasks)
         self._method, self._weights_of = checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
         self.scaler = scaler

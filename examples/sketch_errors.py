@@ -47,6 +47,7 @@ def networks() -> Iterator[tuple[str, nn.Module, int, Tensor]]:
     torchvision_operators.define()
     from torchvision.models import resnet18
 
+    torch.manual_seed(0)
     resnet = resnet18(weights=None)
     resnet.fc = nn.Identity()
     yield "ResNet-18", resnet, 512, torch.randn(8, 3, 64, 64)

@@ -24,16 +24,6 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     )
 
 
-def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    """The names of the tasks as a tuple."""
-    names = tuple(tasks)
-    if isinstance(tasks, str) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"tasks must be a sequence of names, got {tasks!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"tasks must be different, got {list(names)}")
-    return names
-
-
 def checked_method(
     method: Method | None, tasks: tuple[str, ...]
 ) -> tuple[GramianMethod | Sum, GramianMethod]:
