@@ -221,6 +221,13 @@ def test_every_instruction_set_agrees() -> None:
 
 
 @pytest.mark.slow
+def test_an_unknown_instruction_set_is_refused() -> None:
+    program = "import cs_kernels as cs; print(cs.available_backends()['cpu'])"
+    reason = _output(program, CS_KERNELS_CPU_ISA="AVX2")
+    assert "CS_KERNELS_CPU_ISA must be avx512, avx2 or baseline, got 'AVX2'" in reason
+
+
+@pytest.mark.slow
 def test_the_baseline_has_the_same_bits_everywhere() -> None:
     """The expected hashes are from x86-64; Arm gives the same ones."""
     name, found = json.loads(_output(_BITS, CS_KERNELS_CPU_ISA="baseline"))

@@ -1,5 +1,6 @@
 #include <cstdlib>
-#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "row_kernels.h"
 
@@ -14,9 +15,13 @@ extern const InstructionSet avx512;
 namespace {
 
 const InstructionSet& select() {
-  const char* wanted = std::getenv("CS_KERNELS_CPU_ISA");
-  [[maybe_unused]] const auto allowed = [wanted](const char* name) {
-    return wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, name) == 0;
+  const char* variable = std::getenv("CS_KERNELS_CPU_ISA");
+  const std::string wanted = variable == nullptr ? "" : variable;
+  if (!wanted.empty() && wanted != "avx512" && wanted != "avx2" && wanted != "baseline")
+    throw std::invalid_argument("CS_KERNELS_CPU_ISA must be avx512, avx2 or baseline, got '" +
+                                wanted + "'");
+  [[maybe_unused]] const auto allowed = [&wanted](const char* name) {
+    return wanted.empty() || wanted == name;
   };
 #ifdef CS_X86_64
   __builtin_cpu_init();

@@ -32,7 +32,8 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
         if (start <= element && element < start + bins)
           breaks[count++] = std::clamp((element + rotations[n]) % bins, begin, end);
     }
-    std::sort(breaks, breaks + count);
+    std::make_heap(breaks, breaks + count); // GCC would warn of std::sort's threshold.
+    std::sort_heap(breaks, breaks + count);
     for (int i = 1; i < count; ++i) {
       const std::int64_t from = breaks[i - 1], size = breaks[i] - from;
       const void* x[kSignedRuns];
