@@ -21,7 +21,7 @@ from cs_kernels.balancing.arrivals import Arrivals, Blocks, StepEnd, release
 from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
-from cs_kernels.balancing.weighting import Factor, factors, update_of, weigh
+from cs_kernels.balancing.weighting import factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
@@ -54,7 +54,7 @@ class GradientBalancer:
     Args:
         parameters: The shared parameters, or pairs of names and parameters. Gradients of all other
             parameters are unchanged.
-        tasks: The names of the tasks.
+        tasks: The names of the tasks, without dots.
         method: A Gramian method, or `Sum()`, which changes no gradient but makes reports possible.
             With groups="layer", each module has its own products and weights, and `parameters`
             needs names. Default: `UPGrad()`.
@@ -132,7 +132,7 @@ class GradientBalancer:
         self._steps = 0
         self._active: int | None = None
         """The index of the task whose `with` block is open."""
-        self._factors: Sequence[Factor] = ()
+        self._factors: Sequence[Tensor | float] = ()
         """The active task's weights, by module; empty before the first solve."""
         self._sketching = False
         """Whether the open `with` block adds its gradients to the sketches."""
@@ -450,17 +450,18 @@ class GradientBalancer:
         factor = self._factors[self._module_of[parameter]] if self._factors else None
         update, adds = None, False
         # With `create_graph=True`, the graph needs the unweighted gradient.
-        if factor and strided and type(grads[0]) is Tensor and not torch.is_grad_enabled():
+        plain = strided and type(grads[0]) is Tensor
+        if factor is not None and plain and not torch.is_grad_enabled():
             update, adds = update_of(grads, leaf)
         grad = grads[0]
         if self._sketching:
             add = self._sketches.add_and_weigh
-            if factor and add(parameter, grad, update, factor.number, adds=adds):
+            if factor is not None and add(parameter, grad, update, factor, adds=adds):
                 return (None,) if adds else None
             self._sketches.add(parameter, grad)
         if factor is None:
             return None
-        result = weigh(grad, factor.number, update, adds=adds)
+        result = weigh(grad, factor, update, adds=adds)
         return (None if adds else result,)
 
     def _solve(self) -> None:

@@ -1,7 +1,5 @@
 """Weights gradients on their way to `.grad`, where possible without allocating memory."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -9,20 +7,9 @@ from cs_kernels.torch_internals.autograd import has_late_hooks
 from cs_kernels.torch_internals.memory import may_be_overwritten
 
 
-class Factor(NamedTuple):
-    """A task's weight for one module's gradients."""
-
-    weight: Tensor
-    """Float64, a scalar."""
-    number: Tensor | float
-    """On the CPU, a Python float, with which operators are faster; elsewhere, `weight` itself."""
-
-
-def factors(weights: Tensor) -> list[Factor]:
-    """The factors of float64 weights [modules]."""
-    scalars = weights.unbind()
-    numbers = weights.tolist() if weights.device.type == "cpu" else scalars
-    return [*map(Factor, scalars, numbers)]
+def factors(weights: Tensor) -> list[Tensor | float]:
+    """Float64 weights [modules], one by one; on the CPU, numbers, since operators are faster."""
+    return weights.tolist() if weights.device.type == "cpu" else [*weights.unbind()]
 
 
 def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | None, bool]:
@@ -51,17 +38,17 @@ def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
     return alike and dense and not has_late_hooks(leaf)
 
 
-def weigh(grad: Tensor, number: Tensor | float, update: Tensor | None, *, adds: bool) -> Tensor:
+def weigh(grad: Tensor, factor: Tensor | float, update: Tensor | None, *, adds: bool) -> Tensor:
     """Weights a gradient, into the update if there is one; returns the result."""
     if grad.dtype.itemsize == 2:  # Half precision would round the weight.
-        product = grad.float() * number
+        product = grad.float() * factor
         if update is None:
             return product.to(grad.dtype)
         return update.copy_(update + product if adds else product)
     if update is None:
-        return (grad * number).to(grad.dtype)
+        return (grad * factor).to(grad.dtype)
     if not adds:
-        return update.mul_(number)
-    if isinstance(number, float):
-        return update.add_(grad, alpha=number)
-    return update.addcmul_(grad, number)
+        return update.mul_(factor)
+    if isinstance(factor, float):
+        return update.add_(grad, alpha=factor)
+    return update.addcmul_(grad, factor)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
@@ -20,3 +21,9 @@ class Weighting(NamedTuple):
     """A float64 scalar on the tensor's device; on the CPU, also a Python float."""
     add: bool
     """Whether to add to the update rather than overwrite it."""
+
+    def weight_in_memory(self) -> Tensor:
+        """The weight as a tensor."""
+        if isinstance(self.weight, Tensor):
+            return self.weight
+        return torch.tensor(self.weight, dtype=torch.float64, device=self.update.device)

@@ -198,7 +198,7 @@ class CudaOperators(GpuOperators):
                 sketch=sketch.data_ptr(),
                 bins=len(sketch),
                 update=address_of(weighting and weighting.update),
-                weight=address_of(weighting and weighting.weight),  # type: ignore[arg-type]
+                weight=address_of(weighting and weighting.weight_in_memory()),
                 add=weighting is not None and weighting.add,
                 stream=stream_of(sketch.device),
             )

@@ -489,7 +489,7 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
-// Whether runs are also written, times a weight, or added to what is there.
+// Whether runs, times a weight, are also written to updates, or added to them.
 enum class Updating { kNot, kWrites, kAdds };
 
 // Writes or adds weight * x, for the elements of half a sign word; `update` may be `x`.
@@ -509,7 +509,7 @@ CS_INLINE void weigh(const typename Type::Element* x, typename Type::Accumulator
 
 constexpr int kWords = 16; // the words whose signs are computed together
 
-// Adds the elements of word k of several runs to `out`.
+// Adds one word of several runs to `out`, and makes its updates; its signs are signs[run][k].
 template <class Type, int kRuns, Updating kUpdating>
 CS_INLINE void add_word(const typename Type::Element* const* x, typename Type::Element* const* to,
                         typename InFloat<Type>::Accumulator::Lane weight,
@@ -528,11 +528,10 @@ CS_INLINE void add_word(const typename Type::Element* const* x, typename Type::E
   });
 }
 
-// Adds several runs at once, with the sums in registers.
+// Adds kRuns runs of whole words, with the sums in registers, and makes their updates.
 template <class Type, int kRuns, Updating kUpdating>
-void add_signed_runs(const void* const* x, void* const* places, double weight,
-                     const SignWords* words, const std::int64_t* index, std::int64_t n,
-                     float* out) {
+void add_words(const void* const* x, void* const* places, double weight, const SignWords* words,
+               const std::int64_t* index, std::int64_t n, float* out) {
   using Element = typename Type::Element;
   const auto w = static_cast<typename InFloat<Type>::Accumulator::Lane>(weight);
   const Element* from[kRuns];
@@ -543,9 +542,8 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
     to[run] = kUpdating == Updating::kNot ? nullptr : static_cast<Element*>(places[run]);
     next[run] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
   }
-  const std::int64_t rest = n % kSignWord;
   std::int64_t i = 0;
-  while (i < n - rest) {
+  while (i < n) {
     // A run may begin anywhere in a word, so the signs of 32 of its elements may lie in two words.
     std::uint32_t signs[kRuns][kWords];
     for (int run = 0; run < kRuns; ++run) {
@@ -559,45 +557,56 @@ void add_signed_runs(const void* const* x, void* const* places, double weight,
       for (int k = 0; k < kWords; ++k)
         signs[run][k] = bits[k] >> shift | bits[k + 1] << 1 << (kSignWord - 1 - shift);
     }
-    const std::int64_t last = std::min(n - rest, i + kWords * kSignWord);
+    const std::int64_t last = smaller(n, i + kWords * kSignWord);
     for (int k = 0; i < last; i += kSignWord, ++k) {
       const Element* elements[kRuns];
       Element* updates[kRuns];
       unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
         elements[run] = from[run] + i;
-        updates[run] = to[run] + i;
-        // Conversions fill the out-of-order window, as in add_scaled.
+        updates[run] = kUpdating == Updating::kNot ? nullptr : to[run] + i;
+        // Conversions fill the out-of-order window, as in add_scaled. With updates that add, a
+        // prefetch gains nothing.
         if constexpr (sizeof(Element) == 2 && kUpdating != Updating::kAdds)
           prefetch(elements[run] + elements_in<Element>(kAhead));
       });
       add_word<Type, kRuns, kUpdating>(elements, updates, w, signs, k, out + i);
     }
   }
-  if (rest == 0)
+}
+
+// The same for runs of any length: the last elements are padded with zeros to a word.
+template <class Type, int kRuns, Updating kUpdating>
+void add_signed_runs(const void* const* x, void* const* places, double weight,
+                     const SignWords* words, const std::int64_t* index, std::int64_t n,
+                     float* out) {
+  using Element = typename Type::Element;
+  constexpr auto kAddWords = add_words<Type, kRuns, kUpdating>;
+  const std::int64_t whole = n - n % kSignWord;
+  kAddWords(x, places, weight, words, index, whole, out);
+  if (whole == n)
     return;
-  // The last elements, padded with zeros to a word.
-  const auto count = static_cast<std::size_t>(rest);
+  const auto bytes = static_cast<std::size_t>(n - whole) * sizeof(Element);
+  const auto bytes_of_sums = static_cast<std::size_t>(n - whole) * sizeof *out;
   Element padded[kRuns][kSignWord] = {};
   Element padded_updates[kRuns][kSignWord] = {};
-  float padded_sums[kSignWord] = {};
+  float sums[kSignWord] = {};
   const void* elements[kRuns];
   void* updates[kRuns];
   std::int64_t indices[kRuns];
   for (int run = 0; run < kRuns; ++run) {
-    std::memcpy(padded[run], from[run] + i, count * sizeof(Element));
+    std::memcpy(padded[run], static_cast<const Element*>(x[run]) + whole, bytes);
     if constexpr (kUpdating == Updating::kAdds)
-      std::memcpy(padded_updates[run], to[run] + i, count * sizeof(Element));
+      std::memcpy(padded_updates[run], static_cast<Element*>(places[run]) + whole, bytes);
     elements[run] = padded[run];
     updates[run] = padded_updates[run];
-    indices[run] = index[run] + i;
+    indices[run] = index[run] + whole;
   }
-  std::memcpy(padded_sums, out + i, count * sizeof *out);
-  add_signed_runs<Type, kRuns, kUpdating>(elements, updates, weight, words, indices, kSignWord,
-                                          padded_sums);
-  std::memcpy(out + i, padded_sums, count * sizeof *out);
+  std::memcpy(sums, out + whole, bytes_of_sums);
+  kAddWords(elements, updates, weight, words, indices, kSignWord, sums);
+  std::memcpy(out + whole, sums, bytes_of_sums);
   if constexpr (kUpdating != Updating::kNot)
     for (int run = 0; run < kRuns; ++run)
-      std::memcpy(to[run] + i, padded_updates[run], count * sizeof(Element));
+      std::memcpy(static_cast<Element*>(places[run]) + whole, padded_updates[run], bytes);
 }
 
 template <class Type, Updating kUpdating>
@@ -619,7 +628,7 @@ void add_signed(const void* const* x, int runs, std::uint64_t key, const std::in
     words[run] = SignWords(key, static_cast<std::uint64_t>(index[run] / kSignWord));
   const double weight = updates.weight;
   void* const* places = updates.places;
-  // The products of such a weight are computed apart.
+  // The products of a weight that does not fit float are computed apart.
   const bool in_double = std::is_same_v<Type, Float32> && !fits_float(weight);
   const auto add = places == nullptr || in_double ? add_signed_as<Type, Updating::kNot>
                    : updates.add                  ? add_signed_as<Type, Updating::kAdds>

@@ -57,8 +57,9 @@ struct RowKernels {
 
   // Adds x[0][i], then x[1][i] and so on to out[i], for at most kSignedRuns runs; subtracts
   // x[run][i] if the sign of element index[run] + i for this key is minus. A run must lie in one
-  // aligned range of 2^37 indices. Reads (runs + 1) n, writes n; updates are written once, and read
-  // first if they add.
+  // aligned range of 2^37 indices. Reads (runs + 1) n and writes n for kSignedRuns runs; fewer are
+  // added one by one. Updates are written once, and read first if they add. Float32 elements are
+  // read again for a weight that does not fit float.
   void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
                      std::int64_t n, float* out, const RunUpdates& updates);
 };

@@ -10,8 +10,8 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Adds the elements whose bins are in [begin, end): a few blocks at a time, so that a bin is read
-// and written once for all of them.
+// Adds the elements whose bins are in [begin, end): kSignedRuns blocks at a time, so that a
+// bin is read and written once for all of them.
 void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
                  std::int64_t begin, std::int64_t end) {
   const RowKernels& kernels = row_kernels(tensor.type);

@@ -196,7 +196,9 @@ class TritonOperators(GpuOperators):
         """One program per BINS bins."""
         with on_device(sketch.device):
             words = upload([_signed(key), offset, tensor.numel()], sketch.device)
-            update, weight, add = weighting or (tensor, words, False)
+            update, weight, add = tensor, words, False
+            if weighting is not None:
+                update, weight, add = weighting.update, weighting.weight_in_memory(), weighting.add
             sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
                 *(sketch, tensor, words, update, weight),
                 SIZE=len(sketch),

@@ -38,8 +38,9 @@ struct SketchTensor {
 
 namespace cpu {
 
-// Adds the elements, with their signs, to sketch [bins]. Reads every element once, and writes or
-// changes each element of an update once; the sketch stays in cache.
+// Adds the elements, with their signs, to sketch [bins]. Reads every element once (float32
+// ones twice if the weight does not fit float), and writes or changes each element of an update
+// once; the sketch stays in cache.
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
             int threads);
 
