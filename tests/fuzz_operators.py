@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -457,24 +458,27 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=sys.maxsize)
     parser.add_argument("--backend", default="cpu")
     given = parser.parse_args()
-    current, failed = mmap.mmap(-1, 8), False
-    one = given.cases == 1 or given.backend != "cpu"
-    sets = [os.environ.get("CS_KERNELS_CPU_ISA")] if one else [*INSTRUCTION_SETS]
-    for n, name in enumerate(sets):
-        first = given.seed + n * 2**32 if not one else given.seed
-        print(f"{given.backend} {name or ''}: --seed {first}", flush=True)
-        process = os.fork()
-        if process == 0:
-            if name:
-                os.environ["CS_KERNELS_CPU_ISA"] = name
-            arguments = first, given.seconds / len(sets), given.cases, given.backend, current
-            os._exit(bool(run(*arguments)))
-        status = os.waitstatus_to_exitcode(os.wait()[1])
-        if status not in (0, 1):
-            seed = int.from_bytes(current[:8], "little")
-            print(f"--seed {seed} --cases 1 ended the process with exit status {status}")
-        failed |= status != 0
-    sys.exit(failed)
+    if given.backend == "cpu" and given.cases > 1 and "CS_KERNELS_CPU_ISA" not in os.environ:
+        # The import selects the instruction set, so each has a process of its own.
+        failed = False
+        for n, name in enumerate(INSTRUCTION_SETS):
+            options = {"seconds": given.seconds / len(INSTRUCTION_SETS), "cases": given.cases}
+            options["seed"] = given.seed + n * 2**32
+            command = [f"--{option}={value}" for option, value in options.items()]
+            env = {**os.environ, "CS_KERNELS_CPU_ISA": name}
+            failed |= subprocess.run([sys.executable, __file__, *command], env=env).returncode != 0
+        sys.exit(failed)
+    set_name = os.environ.get("CS_KERNELS_CPU_ISA", "")
+    print(f"{given.backend} {set_name}: --seed {given.seed}", flush=True)
+    current = mmap.mmap(-1, 8)
+    process = os.fork()
+    if process == 0:
+        os._exit(bool(run(given.seed, given.seconds, given.cases, given.backend, current)))
+    status = os.waitstatus_to_exitcode(os.wait()[1])
+    if status not in (0, 1):
+        seed = int.from_bytes(current[:8], "little")
+        print(f"--seed {seed} --cases 1 ended the process with exit status {status}")
+    sys.exit(status != 0)
 
 
 if __name__ == "__main__":
