@@ -188,6 +188,7 @@ class CudaOperators(GpuOperators):
         self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
     ) -> None:
         """One thread per bin."""
+        weight = weighting and weighting.weight_in_memory()  # Alive until the launch.
         with on_device(sketch.device):
             _kernels.sketch(
                 type=TYPES[tensor.dtype],
@@ -198,7 +199,7 @@ class CudaOperators(GpuOperators):
                 sketch=sketch.data_ptr(),
                 bins=len(sketch),
                 update=address_of(weighting and weighting.update),
-                weight=address_of(weighting and weighting.weight_in_memory()),
+                weight=address_of(weight),
                 add=weighting is not None and weighting.add,
                 stream=stream_of(sketch.device),
             )
