@@ -91,6 +91,18 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
 
 
+def test_gradients_add_up_in_a_grad_of_other_strides() -> None:
+    training = Training(cs.UPGrad())
+    training.step(0)
+    training.adam.zero_grad()
+    training.network.trunk[0].weight.grad = torch.zeros(6, 40).double().t()
+    expected = _plain_grads(training, 1)
+    for task in TASKS:
+        with training.balancer.task(task):
+            training.network(training.batch(1, task), task).backward()
+    _assert_close(training.grads(), expected)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
     """The previous step's weights scale the trunk's gradients only; one step lacks a task."""
