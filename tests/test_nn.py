@@ -35,6 +35,13 @@ def test_each_task_is_a_torch_batchnorm(
     assert_equal(dict(norm.state_dict()), expected)
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_device_and_dtype(dims: int) -> None:
+    norm = getattr(cs.nn, f"TaskBatchNorm{dims}d")(5, AB, device="meta", dtype=torch.float64)
+    found = {(value.device.type, value.dtype) for value in norm.parameters()}
+    assert found == {("meta", torch.float64)}
+
+
 def _assert_predict(trunk: nn.Module, plain: nn.Module, x: Tensor) -> None:
     """Asserts that in evaluation each task predicts like the unconverted network."""
     for task in cs.nn.task_norms(trunk)[0].tasks:

@@ -60,7 +60,7 @@ def check_batched(engine: Engine, *, batched: bool) -> None:
     if engine.ranks.is_distributed:
         raise ValueError(
             f"batched must be False with a process group, got {batched!r}"
-            f" on {engine.ranks.size} ranks"
+            f" on {engine.ranks.size} rank(s)"
         )
     if engine.graph.backward is not None:
         raise ValueError(

@@ -167,12 +167,12 @@ class _FromFeatures(TaskBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        options = eps, momentum, affine, track_running_stats, device, dtype
         super().__init__(
-            {
-                task: self._norm(num_features, eps, momentum, affine, track_running_stats)
-                for task in check_tasks(tasks)
-            }
+            {task: self._norm(num_features, *options) for task in check_tasks(tasks)}
         )
 
 
