@@ -1,5 +1,6 @@
 """Every method in the training loop, against its formula on torch.autograd.grad's results."""
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from networks import (
     AB,
     BOTH_PHASES,
+    GRAMIAN_METHODS,
     TASKS,
     Setup,
     assert_equal,
@@ -327,3 +329,14 @@ def test_a_sum_of_separate_gradients() -> None:
 
 def test_pcgrad_with_the_mean_of_three_gradients() -> None:
     assert cs.PCGrad("mean").weights(torch.eye(3)).tolist() == [1 / 3] * 3
+
+
+NEED_NO_LOSSES = [method for method in GRAMIAN_METHODS if not isinstance(method, cs.DBMTL)]
+
+
+@pytest.mark.parametrize("method", NEED_NO_LOSSES, ids=repr)
+def test_weights_of_a_float32_gramian(method: cs.GramianMethod) -> None:
+    gramian = torch.tensor([[1.0, -0.5], [-0.5, 2.0]])
+    found = copy.deepcopy(method).weights(gramian)
+    expected = copy.deepcopy(method).weights(gramian.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)

@@ -40,7 +40,7 @@ class NashMTL(GramianMethod):
         weights: Tensor = torch.ops.cs_kernels.nash_mtl_weights(gramian)
         if self.max_norm == 0:
             return weights
-        norm = (weights.unsqueeze(-2) @ gramian @ weights.unsqueeze(-1)).squeeze(-1)
+        norm = (weights.unsqueeze(-2) @ gramian.double() @ weights.unsqueeze(-1)).squeeze(-1)
         norm = norm.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
         return weights * (self.max_norm / norm).clamp(max=1.0)
 
