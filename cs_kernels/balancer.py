@@ -25,9 +25,8 @@ from cs_kernels.balancing.weighting import factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
-from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
-from cs_kernels.options import checked_integer, checked_seed
+from cs_kernels.options import checked_integer, checked_seed, checked_tasks
 from cs_kernels.step import Step
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
@@ -93,7 +92,7 @@ class GradientBalancer:
         seed: int = 0,
         check_passes: bool = True,
     ) -> None:
-        self.tasks = check_tasks(tasks)
+        self.tasks = checked_tasks(tasks)
         self._method, self._weights_of = checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
         self.scaler = scaler

@@ -1,6 +1,6 @@
-"""Checks the options of methods, schedules and weightings."""
+"""Checks tasks, and the options of methods, schedules and weightings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, KeysView, Mapping, Set
 from math import isfinite
 from numbers import Real
 from operator import index
@@ -45,3 +45,20 @@ def check_mapping(name: str, value: object, of_task: str) -> None:
     """Raises TypeError unless the value is a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping from task to {of_task}, got {value!r}")
+
+
+def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
+    """The tasks as a tuple, from any ordered iterable of strings, such as a dictionary's keys."""
+    unordered = isinstance(tasks, Set) and not isinstance(tasks, KeysView)
+    ordered = isinstance(tasks, Iterable) and not isinstance(tasks, str) and not unordered
+    names = tuple(tasks) if ordered else ()
+    if not ordered or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"tasks must be a sequence of names, got {tasks!r}")
+    if not names:
+        raise ValueError("tasks must name at least one task, got none")
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ValueError(f"tasks must be distinct, got {name!r} twice in {list(names)}")
+        if not name or "." in name:
+            raise ValueError(f"tasks must be non-empty names without a dot, got {name!r}")
+    return names

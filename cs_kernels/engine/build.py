@@ -21,7 +21,7 @@ from cs_kernels.engine.loss_graph import Backward
 from cs_kernels.engine.torch_optimizers import TorchOptimizers
 from cs_kernels.errors import described
 from cs_kernels.methods import Method
-from cs_kernels.nn.task_norm import check_tasks
+from cs_kernels.options import checked_tasks
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.find import find_ranks
 from cs_kernels.ranks.strategy import Training
@@ -55,7 +55,7 @@ def build_engine(
         TypeError: An argument has the wrong type.
 
     """
-    names = check_tasks(tasks)
+    names = checked_tasks(tasks)
     if not isinstance(trunk, nn.Module):
         raise TypeError(f"trunk must be a torch.nn.Module, got {described(trunk)}")
     wrappers = Wrappers()

@@ -25,8 +25,7 @@ from cs_kernels.engine.transaction import Transaction
 from cs_kernels.methods import Method
 from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.monitor.report import Done
-from cs_kernels.nn.task_norm import check_tasks
-from cs_kernels.options import checked_integer
+from cs_kernels.options import checked_integer, checked_tasks
 from cs_kernels.ranks.strategy import Call, Ranks
 from cs_kernels.schedules import Phase, Schedule
 from cs_kernels.stage import Passes, Stage
@@ -402,7 +401,7 @@ class Engine:
             return known
         if self.ranks.size > 1 and isinstance(tasks, Sized) and not len(tasks):
             return ()  # Allowed here: other ranks may have the labels.
-        chosen = check_tasks(tasks)
+        chosen = checked_tasks(tasks)
         for task in chosen:
             if task not in known:
                 raise ValueError(f"tasks must be among {list(known)}, got {task!r}")

@@ -67,7 +67,8 @@ _AGAIN = (
 _KEPT = "method must not keep gradients for {where}, got {{found!r}}: use step or backward"
 
 _ONE_PROCESS = {
-    TOGETHER: "process_group must be None for step_together, got {loop.ranks.size} rank(s): use step",
+    TOGETHER: "process_group must be None for step_together, got {loop.ranks.size} rank(s): use"
+    " step",
     CAPTURED: "process_group must be None for a captured step, got {loop.ranks.size} rank(s), whose"
     " hosts exchange messages in every step",
 }

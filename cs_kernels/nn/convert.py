@@ -14,9 +14,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from cs_kernels.nn.task_norm import (
     TaskBatchNorm,
     active_task,
-    check_tasks,
     some_task_norms,
 )
+from cs_kernels.options import checked_tasks
 from cs_kernels.torch_internals.compile import uncompiled
 
 
@@ -52,7 +52,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
         TypeError: `module` is not a torch module, or `tasks` is not a sequence of strings.
 
     """
-    names = check_tasks(tasks)
+    names = checked_tasks(tasks)
     _check_convertible(module, names)
     replacements: dict[nn.Module, nn.Module] = {}
 
@@ -134,7 +134,7 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
         2
 
     """
-    (task,) = check_tasks([task])
+    (task,) = checked_tasks([task])
     norms = some_task_norms(module)
     for norm in norms:
         norm.of(like)

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable, Iterator, KeysView, Set
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -11,24 +11,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cs_kernels.options import checked_tasks
 from cs_kernels.torch_internals.compile import one_graph_per_task
-
-
-def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    """The tasks as a tuple, from any ordered iterable of strings, such as a dictionary's keys."""
-    unordered = isinstance(tasks, Set) and not isinstance(tasks, KeysView)
-    ordered = isinstance(tasks, Iterable) and not isinstance(tasks, str) and not unordered
-    names = tuple(tasks) if ordered else ()
-    if not ordered or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"tasks must be a sequence of names, got {tasks!r}")
-    if not names:
-        raise ValueError("tasks must name at least one task, got none")
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise ValueError(f"tasks must be distinct, got {name!r} twice in {list(names)}")
-        if not name or "." in name:
-            raise ValueError(f"tasks must be non-empty names without a dot, got {name!r}")
-    return names
 
 
 class TaskBatchNorm(nn.Module):
@@ -53,7 +37,7 @@ class TaskBatchNorm(nn.Module):
         super().__init__()
         self.active: str | None = None
         """The task whose normalization runs; None before one is chosen."""
-        for task in check_tasks(norms):
+        for task in checked_tasks(norms):
             self.check_new(task)
             self.add_module(task, norms[task])
 
@@ -172,7 +156,7 @@ class _FromFeatures(TaskBatchNorm):
     ) -> None:
         options = eps, momentum, affine, track_running_stats, device, dtype
         super().__init__(
-            {task: self._norm(num_features, *options) for task in check_tasks(tasks)}
+            {task: self._norm(num_features, *options) for task in checked_tasks(tasks)}
         )
 
 
