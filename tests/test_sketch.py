@@ -141,10 +141,10 @@ def test_weighting_of_large_tensors(place: str) -> None:
 @pytest.mark.kernel("cpu")
 @pytest.mark.parametrize("add", [False, True])
 def test_a_weight_below_floats_range(add: bool) -> None:
-    x, update = torch.full((70,), 1e35), torch.zeros(70)
+    x, update = torch.full((70,), 1e35), torch.full((70,), 3e-9)
     given = [x], [0], 3, torch.tensor(1e-44, dtype=torch.float64), add
     torch.ops.cs_kernels.sketch_and_weight_(torch.zeros(256), [update], *given)
-    torch.testing.assert_close(update, torch.full((70,), 1e-9), rtol=1e-6, atol=0)
+    torch.testing.assert_close(update, torch.full((70,), 4e-9 if add else 1e-9), rtol=1e-6, atol=0)
 
 
 def test_a_weight_of_zero_shows_what_is_not_finite(backend: str) -> None:
