@@ -14,6 +14,7 @@ from cs_kernels.balancing.arguments import (
     check_agreement,
     checked_method,
     checked_parameters,
+    checked_size,
     groups_of,
     torch_optimizer,
 )
@@ -25,8 +26,8 @@ from cs_kernels.balancing.weighting import factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
-from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
-from cs_kernels.options import checked_integer, checked_seed, checked_tasks
+from cs_kernels.options import check_scaler, checked_integer, checked_seed, checked_tasks
+from cs_kernels.stateful import check_names
 from cs_kernels.step import Step
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
@@ -95,15 +96,14 @@ class GradientBalancer:
         self.tasks = checked_tasks(tasks)
         self._method, self._weights_of = checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
+        check_scaler(scaler)
         self.scaler = scaler
         inner = torch_optimizer(optimizer)
         by_layer = self._weights_of.groups == "layer"
         self._named = checked_parameters(parameters, needs_names=by_layer)
         self._parameters = [p for _, p in self._named]
         self._check_free()
-        size = checked_integer("sketch", sketch, LEAST_SKETCH, MOST_SKETCH + 1)
-        if size & (size - 1):
-            raise ValueError(f"sketch must be a power of two, got {size}")
+        size = checked_size(sketch)
         self._groups, self._ranks = groups_of(self._parameters, process_group)
         shapes = [tuple(p.shape) for p in self._parameters]
         check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
@@ -192,18 +192,19 @@ class GradientBalancer:
             elif self._solves:
                 self._sketches.add_loss(self._active, loss)
                 self._with_loss.add(task)
-            self._kept.update(self._hooks.left_in_grad(self._reached))
         except BaseException:
             self._sketches.spoil()
             raise
         finally:
             self._active = None
+            self._kept.update(self._hooks.left_in_grad(self._reached))
         if not self._arrived and task not in self._warned:
             self._warned.add(task)
             if any(p.requires_grad for p in self._parameters):
                 warnings.warn(
                     f"no gradient of the parameters has arrived in task({task!r}): its backward"
-                    " pass must run inside the with block, and reach parameters of the balancer",
+                    " pass must run inside the with block, and reach parameters of the balancer; if"
+                    " they were replaced since it was built, build a new one",
                     stacklevel=3,
                 )
 
@@ -343,6 +344,8 @@ class GradientBalancer:
             ValueError: The state has other tasks or modules, another method, or invalid tensors.
 
         """
+        check_names(state, self.state_dict())
+        check_names(state["method"], ("name", "state"))
         for name, own in (("tasks", self.tasks), ("layers", self._layers)):
             if tuple(state[name]) != own:
                 raise ValueError(f"state must have {name} {list(own)}, got {list(state[name])}")
@@ -439,6 +442,7 @@ class GradientBalancer:
             # If the loop has set a `.grad` to None in mid-step, the earlier gradients are gone.
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
+                self._blocks.drop()
         self._reached.add(parameter)
         strided = grads[0].layout is torch.strided
         if self._sketching and not strided:

@@ -62,3 +62,9 @@ def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
         if not name or "." in name:
             raise ValueError(f"tasks must be non-empty names without a dot, got {name!r}")
     return names
+
+
+def check_scaler(scaler: object) -> None:
+    """Raises TypeError unless this is None or looks like a GradScaler."""
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")

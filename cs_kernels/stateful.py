@@ -1,9 +1,17 @@
 """The base class of methods and weightings: state for checkpoints and CUDA graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def check_names(state: object, names: Iterable[str]) -> None:
+    """Raises ValueError unless the state is a mapping with entries of these names."""
+    expected = [*names]
+    if not isinstance(state, Mapping) or not set(expected) <= set(state):
+        found = list(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state must have the entries {expected}, got {found}")
 
 
 def check_tensors(

@@ -5,11 +5,12 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from networks import GRAMIAN_METHODS, Injects
+from networks import GRAMIAN_METHODS, Injects, assert_equal
 from plain_training import in_float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -636,7 +637,7 @@ def test_non_finite_gradients_do_not_change_weights() -> None:
         training.balancer.update()
     report = training.balancer.report()
     assert not report.finite
-    assert "not finite" in str(report)
+    assert "weights kept: gradients were not finite, or a pass raised" in str(report)
     assert torch.equal(training.balancer.state_dict()["method"]["state"]["targets"], state)
     training.step(2)
     assert training.balancer.report().finite
@@ -948,6 +949,18 @@ def test_an_exception_drops_the_sketches() -> None:
     training.step(2)
 
 
+def test_a_step_that_is_repeated_after_an_exception() -> None:
+    """`zero_grad()` drops the failed passes, so the step counts as if none had failed."""
+    training, other = Training(cs.UPGrad()), Training(cs.UPGrad())
+    for number in range(3):
+        with pytest.raises(ZeroDivisionError):
+            _fail_after_a_pass(training)
+        training.step(number)
+        other.step(number)
+        assert training.balancer.report().finite
+        assert_equal(training.balancer.weights, other.balancer.weights)
+
+
 def test_passes_outside_of_any_task() -> None:
     """Gradients of such passes have weight 1, and enter no sketch."""
     training = Training(cs.NashMTL())
@@ -1108,8 +1121,11 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
             TypeError,
             r"optimizer must be a torch optimizer or None, got list: .*call update\(\)",
         ),
-        (lambda: _made(sketch=1000), ValueError, "sketch must be a power of two, got 1000"),
-        (lambda: _made(sketch=128), ValueError, r"sketch must lie in \[256, .*got 128"),
+        (lambda: _made(sketch=1000), ValueError, "power of two between 256 and .*, got 1000"),
+        (lambda: _made(sketch=128), ValueError, "power of two between 256 and .*, got 128"),
+        (lambda: _made(None, TASKS, cs.UPGrad), TypeError, "got the class UPGrad"),
+        (lambda: _made(scaler=1), TypeError, "scaler must be a torch.amp.GradScaler, got 1"),
+        (lambda: _made(process_group=3), TypeError, "process_group must be .* or None, got 3"),
         (lambda: _made(every=0), ValueError, "every must be at least 1, got 0"),
         (lambda: _made(seed=-1), ValueError, r"seed must lie in \[0, 2\^63\), got -1"),
         (
@@ -1125,16 +1141,25 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message:
     _made().close()  # The failed constructor left nothing behind.
 
 
-def test_a_loop_that_never_ends_a_step_is_warned_about() -> None:
-    """The loop steps an optimizer other than the balancer's."""
+@pytest.mark.parametrize(
+    ("set_to_none", "before", "reason"),
+    [(True, 10, "set to None 10 times"), (False, 333, "1000 passes .* have been made")],
+)
+def test_a_loop_that_never_ends_a_step_is_warned_about(
+    set_to_none: bool, before: int, reason: str
+) -> None:
+    """The optimizer that steps is not the one that the balancer was given."""
     training = Training(cs.UPGrad())
     training.adam = torch.optim.Adam(training.network.parameters())
-    for number in range(333):
+    zero_grad = partial(training.adam.zero_grad, set_to_none=set_to_none)
+    training.adam.zero_grad = zero_grad  # type: ignore[method-assign]
+    for number in range(before):
         training.step(number)
-    with pytest.warns(UserWarning, match="1000 passes .* no step has ended: pass your optimizer"):
-        training.step(333)
+    message = f"{reason}, and no step .* has ended: pass the optimizer that steps"
+    with pytest.warns(UserWarning, match=message):
+        training.step(before)
     assert training.balancer.report().step == 0
-    training.step(334)  # Warns only once.
+    training.step(before + 1)  # Warns only once.
 
 
 def test_steps_without_a_marked_pass_are_warned_about() -> None:
@@ -1184,6 +1209,8 @@ def test_misuse() -> None:
     state = balancer.state_dict()
     changes: list[tuple[Mapping[str, Any], str]] = [
         ({"tasks": ("a", "b")}, r"tasks \['a', 'b', 'c'\], got \['a', 'b'\]"),
+        ({"method": {}}, r"the entries \['name', 'state'\], got \[\]"),
+        ({"products": {}}, r"the entries \['gramian', .*got \[\]"),
         ({"method": {"name": "PCGrad", "state": {}}}, "for method UPGrad, got one for PCGrad"),
         ({"steps": -1}, "steps must lie in"),
         ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)"),
@@ -1192,6 +1219,9 @@ def test_misuse() -> None:
     for change, message in changes:
         with pytest.raises(ValueError, match=message):
             balancer.load_state_dict({**state, **change})
+    for incomplete in ({}, None, {"tasks": TASKS}):
+        with pytest.raises(ValueError, match=r"state must have the entries \['tasks', "):
+            balancer.load_state_dict(incomplete)
     embedding = nn.Embedding(4, 3, sparse=True)
     sparse = cs.GradientBalancer(embedding.parameters(), ["a"])
     with (

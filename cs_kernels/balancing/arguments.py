@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs_kernels.errors import described
 from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
 from cs_kernels.methods.sum import Ones
-from cs_kernels.ops.checks import check_float64
+from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH, check_float64
+from cs_kernels.options import checked_integer
 from cs_kernels.torch_internals.fsdp import is_sharded
 
 
@@ -32,7 +34,7 @@ def checked_method(
     if not isinstance(method, GramianMethod | Sum):
         raise TypeError(
             "method must be a Gramian method or Sum(), which need only the gradients' products, got"
-            f" {method!r}: use MultiTaskOptimizer for other methods"
+            f" {described(method)}: use MultiTaskOptimizer for other methods"
         )
     if method.keeps is not None:
         raise ValueError(
@@ -83,10 +85,22 @@ def checked_parameters(
     return [(name, p) for p, name in found.items()]
 
 
+def checked_size(sketch: int) -> int:
+    """The number of elements of a sketch; raises ValueError unless it is an allowed power of 2."""
+    size = checked_integer("sketch", sketch, 1)
+    if size & (size - 1) or not LEAST_SKETCH <= size <= MOST_SKETCH:
+        raise ValueError(
+            f"sketch must be a power of two between {LEAST_SKETCH} and {MOST_SKETCH}, got {size}"
+        )
+    return size
+
+
 def groups_of(
     parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
 ) -> tuple[list[object], int]:
     """The process groups over which to average sketches in turn, and the total number of ranks."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a process group or None, got {group!r}")
     meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
     if meshes:
         if group is not None:

@@ -30,10 +30,13 @@ class Blocks:
 
     MOST_BLOCKS = 1000
     """More passes than any accumulation of micro-batches needs."""
+    MOST_DROPS = 10
+    """More often than a loop would drop all passes since the last step."""
     EMPTY_STEPS = 10
 
     def __init__(self) -> None:
         self._since_step = 0
+        self._drops = 0
         self._empty_steps = 0
 
     def open(self) -> None:
@@ -41,16 +44,26 @@ class Blocks:
         self._since_step += 1
         self._empty_steps = 0
         if self._since_step == self.MOST_BLOCKS:
-            warnings.warn(
-                f"{self.MOST_BLOCKS} passes of GradientBalancer have been made, and no step has"
-                " ended: pass your optimizer as optimizer=, or call update() after each step",
-                stacklevel=5,
-            )
+            self._warn(f"{self.MOST_BLOCKS} passes of GradientBalancer have been made")
+
+    def drop(self) -> None:
+        """Counts a `zero_grad()`; warns after `MOST_DROPS` without the end of a step."""
+        self._drops += 1
+        if self._drops == self.MOST_DROPS:
+            self._warn(f"gradients were set to None {self.MOST_DROPS} times")
+
+    @staticmethod
+    def _warn(what: str) -> None:
+        warnings.warn(
+            f"{what}, and no step of GradientBalancer has ended: pass the optimizer that steps as"
+            " optimizer=, or call update() after each step",
+            stacklevel=6,
+        )
 
     def end_step(self) -> None:
         """Counts the end of a step; warns after `EMPTY_STEPS` steps in a row without a pass."""
         self._empty_steps += self._since_step == 0
-        self._since_step = 0
+        self._since_step = self._drops = 0
         if self._empty_steps == self.EMPTY_STEPS:
             warnings.warn(
                 f"{self.EMPTY_STEPS} steps have ended without a block of GradientBalancer.task, so"

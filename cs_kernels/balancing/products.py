@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs_kernels.stateful import check_names
+
 
 class Products:
     """The dot products of the tasks' gradients, merged over the steps without synchronization.
@@ -71,7 +73,8 @@ class Products:
         return {name: getattr(self, name).clone() for name in self._SAVED}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for tensors of a wrong shape or dtype, and for non-finite products."""
+        """Raises ValueError for missing or misshapen tensors, and for non-finite products."""
+        check_names(state, self._SAVED)
         for name in self._SAVED:
             own, found = getattr(self, name), state[name]
             if not isinstance(found, Tensor) or found.shape != own.shape:

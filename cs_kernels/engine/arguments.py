@@ -9,6 +9,7 @@ from cs_kernels.errors import described, first_of
 from cs_kernels.methods import Method
 from cs_kernels.nn.task_norm import TaskBatchNorm, task_norms
 from cs_kernels.ops.checks import DTYPES, MOST_TASKS, check_float64
+from cs_kernels.options import check_scaler
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
@@ -35,8 +36,7 @@ def check_kinds(
         ("weighting", weighting, Weighting, "a weighting such as cs.EqualWeights()"),
     ):
         _check_kind(name, value, kind, example)
-    if scaler is not None and not callable(getattr(scaler, "scale", None)):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
+    check_scaler(scaler)
     if backward is not None and not callable(backward):
         raise TypeError(f"backward must be a function of a loss, got {backward!r}")
 

@@ -7,7 +7,7 @@ from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.kept import Kept
 from cs_kernels.methods import Method
 from cs_kernels.options import checked_integer
-from cs_kernels.stateful import check_epoch
+from cs_kernels.stateful import check_epoch, check_names
 from cs_kernels.weightings import Weighting
 
 
@@ -57,9 +57,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     optional = "conflicts", "kept"
     expected = {key: of for key, of in state_of(engine).items() if key not in optional}
-    if not isinstance(state, Mapping) or not set(expected) <= set(state):
-        found = list(state) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"state must have the entries {list(expected)}, got {found}")
+    check_names(state, expected)
     tasks = state["tasks"]
     if not isinstance(tasks, Sequence) or list(tasks) != list(engine.trunk.tasks):
         raise ValueError(f"state must have tasks {list(engine.trunk.tasks)}, got {tasks!r}")

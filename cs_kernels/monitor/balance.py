@@ -7,6 +7,8 @@ from torch import Tensor
 
 from cs_kernels.monitor.conflicts import cosines_of
 
+_FAILED = ", weights kept: gradients were not finite, or a pass raised"
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BalanceReport:
@@ -34,8 +36,8 @@ class BalanceReport:
     """Bool, shaped like `gramian`; whether both tasks had gradients in the same step at least once.
     The gradients of all other pairs are assumed to be orthogonal."""
     finite: Tensor
-    """Bool scalar; whether the gradients of the last step were finite. If not, the step changed
-    neither products nor weights."""
+    """Bool scalar; whether the gradients of the last step that solves were finite, and no `with`
+    block raised. If False, the step changed neither products nor weights."""
     counts: Tensor
     """Int64 [K, K]; the number of steps in which two tasks' gradients, over all modules together,
     were in conflict."""
@@ -110,7 +112,7 @@ class BalanceReport:
     def __str__(self) -> str:
         """One line per task and per pair; synchronizes with the device."""
         numbers = self.scalars()
-        lines = [f"step {self.step}, {self.method}" + ("" if self.finite else ", not finite")]
+        lines = [f"step {self.step}, {self.method}" + ("" if self.finite else _FAILED)]
         width = max(map(len, self.tasks))
         for j, task in enumerate(self.tasks):
             norm, weight = numbers[f"gradient_norm/{task}"], numbers[f"task_weight/{task}"]

@@ -25,6 +25,8 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         adam = torch.optim.Adam(self.network.parameters(), lr=1e-2)
         shared = self.network.trunk.named_parameters()
+        if hasattr(self, "balancer"):  # Every `fit` calls this method.
+            self.balancer.close()
         self.balancer = cs.GradientBalancer(shared, TASKS, optimizer=adam)
         if self.balancer_state is not None:
             self.balancer.load_state_dict(self.balancer_state)
