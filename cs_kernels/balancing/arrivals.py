@@ -30,8 +30,8 @@ class Blocks:
 
     MOST_BLOCKS = 1000
     """More passes than any accumulation of micro-batches needs."""
-    MOST_DROPS = 10
-    """More often than a loop would drop all passes since the last step."""
+    MOST_DROPS = 20
+    """More steps in a row than a GradScaler skips."""
     EMPTY_STEPS = 10
 
     def __init__(self) -> None:
