@@ -1141,6 +1141,7 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message:
     _made().close()  # The failed constructor left nothing behind.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("set_to_none", "before", "reason"),
     [(True, 20, "set to None 20 times"), (False, 333, "1000 passes .* have been made")],

@@ -332,6 +332,7 @@ def test_functional(backend: str, dtype: torch.dtype) -> None:
         assert out.is_leaf
 
 
+@pytest.mark.slow
 def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries use the same uniform numbers and leaks."""
     rows = torch.randn(4, 1000, dtype=torch.float64)

@@ -207,6 +207,7 @@ def test_hooks_of_all_modules() -> None:
     assert hasattr(nn_module, "register_module_forward_pre_hook"), message
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_modules() -> None:
     module = nn.Linear(2, 2)
