@@ -193,7 +193,8 @@ class GradientBalancer:
                 self._sketches.add_loss(self._active, loss)
                 self._with_loss.add(task)
         except BaseException:
-            self._sketches.spoil()
+            if self._arrived:  # Otherwise, the block has left nothing in `.grad`.
+                self._sketches.spoil()
             raise
         finally:
             self._active = None
@@ -344,6 +345,25 @@ class GradientBalancer:
             ValueError: The state has other tasks or modules, another method, or invalid tensors.
 
         """
+        try:
+            self._check_state(state)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"state must be a state_dict with valid values, but reading it raised {error!r}"
+            ) from error
+        self.method.load_state_dict(state["method"]["state"])
+        self._products.load_state_dict(state["products"])
+        weights, device = state["weights"], self._products.gramian.device
+        self._weights = None if weights is None else weights.clone().to(device, torch.float64)
+        self._with_loss = {
+            task
+            for task, loss in zip(self.tasks, self._products.losses, strict=True)
+            if loss == loss
+        }
+        self._steps = int(state["steps"])
+        self._restart()
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
         check_names(state, self.state_dict())
         check_names(state["method"], ("name", "state"))
         for name, own in (("tasks", self.tasks), ("layers", self._layers)):
@@ -352,24 +372,13 @@ class GradientBalancer:
         method, found = type(self.method).__name__, state["method"]["name"]
         if found != method:
             raise ValueError(f"state must be for method {method}, got one for {found}")
-        steps = checked_integer("steps", state["steps"], 0, 1 << 63)
+        checked_integer("steps", state["steps"], 0, 1 << 63)
         weights = state["weights"]
         shape = tuple(self._products.gramian.shape[:2])
         if weights is not None and (weights.shape != shape or not weights.isfinite().all()):
             raise ValueError(f"state must have finite weights of shape {shape}, got {weights}")
         self.method.check_state(state["method"]["state"], self.tasks)
         self._products.check_state(state["products"])
-        self.method.load_state_dict(state["method"]["state"])
-        self._products.load_state_dict(state["products"])
-        device = self._products.gramian.device
-        self._weights = None if weights is None else weights.clone().to(device, torch.float64)
-        self._with_loss = {
-            task
-            for task, loss in zip(self.tasks, self._products.losses, strict=True)
-            if loss == loss
-        }
-        self._steps = steps
-        self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
         """The arguments and the state, for copies and pickles.
@@ -411,6 +420,12 @@ class GradientBalancer:
         self._kept.clear()
         self._sketches.begin(self._steps)
 
+    def _notice_drop(self, kept: set[int]) -> None:
+        """If the loop has set one of these `.grad` to None, the step's earlier passes are gone."""
+        if any(self._parameters[n].grad is None for n in kept):
+            self._restart()
+            self._blocks.drop(sum(p._version for p in self._parameters))
+
     def _check_free(self) -> None:
         """Raises ValueError if another open balancer has one of the parameters."""
         own = {p: name for name, p in self._named}
@@ -435,14 +450,14 @@ class GradientBalancer:
     ) -> tuple[Tensor | None] | None:
         """Sketches a gradient on its way to `.grad` and weights it; see `Take`."""
         # Until `update_of` has counted the gradient's references, no variable may hold one.
-        if self._active is None or grads[0] is None:
+        if grads[0] is None:
+            return None
+        if self._active is None:
+            self._notice_drop(self._kept & {parameter})
             return None
         if not self._arrived:
             self._arrived = True
-            # If the loop has set a `.grad` to None in mid-step, the earlier gradients are gone.
-            if any(self._parameters[n].grad is None for n in self._kept):
-                self._restart()
-                self._blocks.drop()
+            self._notice_drop(self._kept)
         self._reached.add(parameter)
         strided = grads[0].layout is torch.strided
         if self._sketching and not strided:

@@ -66,5 +66,6 @@ def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 
 def check_scaler(scaler: object) -> None:
     """Raises TypeError unless this is None or looks like a GradScaler."""
-    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+    is_scaler = all(callable(getattr(scaler, name, None)) for name in ("scale", "is_enabled"))
+    if scaler is not None and (isinstance(scaler, type) or not is_scaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")

@@ -87,11 +87,9 @@ def checked_parameters(
 
 def checked_size(sketch: int) -> int:
     """The number of elements of a sketch; raises ValueError unless it is an allowed power of 2."""
-    size = checked_integer("sketch", sketch, 1)
-    if size & (size - 1) or not LEAST_SKETCH <= size <= MOST_SKETCH:
-        raise ValueError(
-            f"sketch must be a power of two between {LEAST_SKETCH} and {MOST_SKETCH}, got {size}"
-        )
+    size = checked_integer("sketch", sketch, LEAST_SKETCH)
+    if size & (size - 1) or size > MOST_SKETCH:
+        raise ValueError(f"sketch must be a power of two, at most {MOST_SKETCH}, got {size}")
     return size
 
 
@@ -100,7 +98,9 @@ def groups_of(
 ) -> tuple[list[object], int]:
     """The process groups over which to average sketches in turn, and the total number of ranks."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a process group or None, got {group!r}")
+        raise TypeError(
+            f"process_group must be None or a process group that contains this rank, got {group!r}"
+        )
     meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
     if meshes:
         if group is not None:

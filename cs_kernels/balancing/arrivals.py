@@ -31,34 +31,39 @@ class Blocks:
     MOST_BLOCKS = 1000
     """More passes than any accumulation of micro-batches needs."""
     MOST_DROPS = 20
-    """More steps in a row than a GradScaler skips."""
+    """More often than a loop sets gradients to None and changes parameters in one step."""
     EMPTY_STEPS = 10
 
     def __init__(self) -> None:
         self._since_step = 0
         self._drops = 0
+        self._version = 0
         self._empty_steps = 0
+        self._warned = False
 
     def open(self) -> None:
-        """Counts a pass; warns after `MOST_BLOCKS` passes without the end of a step."""
+        """Counts a pass; warns once after too many passes or drops without the end of a step."""
         self._since_step += 1
         self._empty_steps = 0
-        if self._since_step == self.MOST_BLOCKS:
-            self._warn(f"{self.MOST_BLOCKS} passes of GradientBalancer have been made")
+        many = self._since_step >= self.MOST_BLOCKS or self._drops >= self.MOST_DROPS
+        if many and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._since_step} passes of GradientBalancer have been made, and no step has"
+                " ended: pass the optimizer that steps as optimizer=, or call update() after each"
+                " step",
+                stacklevel=5,
+            )
 
-    def drop(self) -> None:
-        """Counts a `zero_grad()`; warns after `MOST_DROPS` without the end of a step."""
-        self._drops += 1
-        if self._drops == self.MOST_DROPS:
-            self._warn(f"gradients were set to None {self.MOST_DROPS} times")
+    def drop(self, version: int) -> None:
+        """Counts that the loop has dropped gradients, unless the parameters have not changed.
 
-    @staticmethod
-    def _warn(what: str) -> None:
-        warnings.warn(
-            f"{what}, and no step of GradientBalancer has ended: pass the optimizer that steps as"
-            " optimizer=, or call update() after each step",
-            stacklevel=6,
-        )
+        Args:
+            version: The sum of the parameters' versions, to leave out steps that a scaler skips.
+
+        """
+        self._drops += version != self._version
+        self._version = version
 
     def end_step(self) -> None:
         """Counts the end of a step; warns after `EMPTY_STEPS` steps in a row without a pass."""

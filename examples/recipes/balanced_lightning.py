@@ -26,6 +26,7 @@ class Module(lightning.LightningModule):
         adam = torch.optim.Adam(self.network.parameters(), lr=1e-2)
         shared = self.network.trunk.named_parameters()
         if hasattr(self, "balancer"):  # Every `fit` calls this method.
+            self.balancer_state = self.balancer.state_dict()
             self.balancer.close()
         self.balancer = cs.GradientBalancer(shared, TASKS, optimizer=adam)
         if self.balancer_state is not None:
