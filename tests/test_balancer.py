@@ -1180,6 +1180,17 @@ def test_a_loop_that_never_ends_a_step_is_warned_about(
     training.step(before + 1)  # Warns only once.
 
 
+def test_skipped_steps_in_a_row_are_not_warned_about() -> None:
+    """A scaler skips steps until it finds the right scale, and parameters stay unchanged."""
+    training = Training(cs.UPGrad())
+    for number in range(25):
+        training.adam.zero_grad()
+        with training.balancer.task("a"):
+            training.network(training.batch(number, "a"), "a").backward()
+    training.step(25)
+    assert training.balancer.report().step == 1
+
+
 def test_steps_without_a_marked_pass_are_warned_about() -> None:
     training = Training(cs.UPGrad(), every=20)
 
