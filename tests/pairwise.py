@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-MOST_QUICK = 4
+MOST_QUICK = 3
 """The number of cases per test and backend with `--quick`."""
 
 
