@@ -189,7 +189,9 @@ def test_lightning(float64: None, tmp_path: Path) -> None:
     assert trainer.global_step == 8
     assert_equal_as_stated(module, resumed.network, expected)
     assert largest_difference(resumed.network.state_dict(), straight.network.state_dict()) == 0
+    weights = resumed.balancer.weights
     resumed.configure_optimizers()  # As a second `fit` does.
+    assert resumed.balancer.weights == weights
 
 
 def test_loop(float64: None, tmp_path: Path) -> None:

@@ -1146,7 +1146,7 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
         (lambda: _made(None, TASKS, cs.UPGrad), TypeError, "got the class UPGrad"),
         (lambda: _made(scaler=1), TypeError, "scaler must be a torch.amp.GradScaler, got 1"),
         (lambda: _made(scaler=torch.amp.GradScaler), TypeError, "scaler must be a .*GradScaler"),
-        (lambda: _made(process_group=3), TypeError, "process_group must be None or .*, got 3"),
+        (lambda: _made(process_group=3), TypeError, "process_group must be a process group.*got 3"),
         (lambda: _made(every=0), ValueError, "every must be at least 1, got 0"),
         (lambda: _made(seed=-1), ValueError, r"seed must lie in \[0, 2\^63\), got -1"),
         (
@@ -1165,13 +1165,13 @@ def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message:
 @pytest.mark.slow
 @pytest.mark.parametrize(("set_to_none", "before", "passes"), [(True, 20, 62), (False, 333, 1000)])
 def test_a_loop_that_never_ends_a_step_is_warned_about(
-    set_to_none: bool, before: int, passes: int
+    set_to_none: bool, before: int, passes: int, monkeypatch: Any
 ) -> None:
     """The optimizer that steps is not the one that the balancer was given."""
     training = Training(cs.UPGrad())
     training.adam = torch.optim.Adam(training.network.parameters())
     zero_grad = partial(training.adam.zero_grad, set_to_none=set_to_none)
-    training.adam.zero_grad = zero_grad  # type: ignore[method-assign]
+    monkeypatch.setattr(training.adam, "zero_grad", zero_grad)
     for number in range(before):
         training.step(number)
     with pytest.warns(UserWarning, match=f"{passes} passes .* no step has ended: pass the optim"):

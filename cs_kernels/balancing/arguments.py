@@ -12,6 +12,7 @@ from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
 from cs_kernels.methods.sum import Ones
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH, check_float64
 from cs_kernels.options import checked_integer
+from cs_kernels.ranks.find import check_group
 from cs_kernels.torch_internals.fsdp import is_sharded
 
 
@@ -97,10 +98,8 @@ def groups_of(
     parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
 ) -> tuple[list[object], int]:
     """The process groups over which to average sketches in turn, and the total number of ranks."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be None or a process group that contains this rank, got {group!r}"
-        )
+    if group is not None:
+        check_group(group)
     meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
     if meshes:
         if group is not None:

@@ -17,6 +17,15 @@ from cs_kernels.torch_internals.fsdp import mesh_of
 from cs_kernels.torch_internals.groups import timeout_of
 
 
+def check_group(group: object) -> None:
+    """Raises TypeError unless this is a process group that contains this process."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a process group that contains this process, such as"
+            f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
+        )
+
+
 def find_ranks(
     trunk: nn.Module,
     shared: Mapping[str, nn.Parameter],
@@ -60,11 +69,7 @@ def find_ranks(
                     stacklevel=4,
                 )
         return Ranks(shared, tasks, wrappers)
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "process_group must be a process group that contains this process, such as"
-            f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
-        )
+    check_group(group)
     ranks = dist.get_process_group_ranks(group)
     wrappers.watch(trunk, ranks)
     transport = Transport(ranks, group, device)
