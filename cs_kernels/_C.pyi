@@ -1,4 +1,7 @@
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
@@ -89,19 +92,40 @@ def drop_signs(
     threads: int,
 ) -> None: ...
 def sketch(
-    *,
-    type: int,
-    data: int,
-    size: int,
+    sketch: Tensor,
+    tensor: Tensor,
     index: int,
     key: int,
-    sketch: int,
-    bins: int,
-    update: int,
+    update: Tensor | None,
     weight: float,
     add: bool,
     threads: int,
-) -> None: ...
+) -> bool: ...
+
+class SketchPass:
+    def __init__(
+        self,
+        reached: set[int],
+        grad_enabled: Callable[[], bool],
+        increment_versions: Callable[[tuple[Tensor, ...]], None],
+    ) -> None: ...
+    def open(
+        self, sketches: list[Tensor], key: int, weights: list[float], threads: int
+    ) -> None: ...
+    def close(self) -> None: ...
+
+class SketchHook:
+    def __init__(
+        self,
+        sketch_pass: SketchPass,
+        leaf: Tensor,
+        parameter: int,
+        module: int,
+        index: int,
+        otherwise: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None] | None],
+    ) -> None: ...
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None: ...
+
 def solve(
     solver: int,
     gramians: int,

@@ -122,12 +122,13 @@ class GradientBalancer:
         self._layers = tuple(numbers) if by_layer else ()
         device = self._parameters[0].device
         real = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
+        self._reached: set[int] = set()
+        """The indices of the parameters that tasks have reached in this step."""
         self._sketches = Sketches(
-            len(self.tasks), real, self._module_of, size, device, checked_seed(seed)
+            len(self.tasks), real, self._module_of, size, device, checked_seed(seed), self._reached
         )
         self._products = Products(len(self._sketches.sizes), len(self.tasks), device)
-        self._weights: Tensor | None = None
-        """Float64 [modules, K]; None, for weights of 1, before the first solve and with `Sum()`."""
+        self._use_weights(None)
         self._steps = 0
         self._active: int | None = None
         """The index of the task whose `with` block is open."""
@@ -139,13 +140,11 @@ class GradientBalancer:
         """Whether a gradient has arrived in the open `with` block."""
         self._warned: set[str] = set()
         self._blocks = Blocks()
-        self._reached: set[int] = set()
-        """The indices of the parameters that tasks have reached in this step."""
-        self._kept: set[int] = set()
-        """The indices of reached parameters whose `.grad` was not None after a `with` block."""
+        self._kept: dict[int, nn.Parameter] = {}
+        """The reached parameters whose `.grad` was not None after a `with` block, by index."""
         self._with_loss: set[str] = set()
         """The tasks whose last `with` block on this rank was given a loss."""
-        self._hooks = Arrivals(self._parameters, self, GradientBalancer._take)
+        self._hooks = Arrivals(self._parameters, self, GradientBalancer._take, self._sketches)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(StepEnd(own))
         self._release = weakref.finalize(self, release, self._hooks, handle)
@@ -180,7 +179,7 @@ class GradientBalancer:
         self._hooks.connect()
         self._blocks.open()
         index = self.tasks.index(task)
-        self._factors = () if self._weights is None else factors(self._weights[:, index])
+        self._factors = self._factors_of[index]
         self._sketching = self._solves
         if self._sketching:
             self._sketches.open(index)
@@ -198,6 +197,7 @@ class GradientBalancer:
             raise
         finally:
             self._active = None
+            self._sketches.close_hooks()
             self._kept.update(self._hooks.left_in_grad(self._reached))
         if not self._arrived and task not in self._warned:
             self._warned.add(task)
@@ -354,7 +354,7 @@ class GradientBalancer:
         self.method.load_state_dict(state["method"]["state"])
         self._products.load_state_dict(state["products"])
         weights, device = state["weights"], self._products.gramian.device
-        self._weights = None if weights is None else weights.clone().to(device, torch.float64)
+        self._use_weights(None if weights is None else weights.clone().to(device, torch.float64))
         self._with_loss = {
             task
             for task, loss in zip(self.tasks, self._products.losses, strict=True)
@@ -420,9 +420,9 @@ class GradientBalancer:
         self._kept.clear()
         self._sketches.begin(self._steps)
 
-    def _notice_drop(self, kept: set[int]) -> None:
+    def _notice_drop(self, kept: Iterable[nn.Parameter]) -> None:
         """If the loop has set one of these `.grad` to None, the step's earlier passes are gone."""
-        if any(self._parameters[n].grad is None for n in kept):
+        if any(p.grad is None for p in kept):
             self._restart()
             self._blocks.drop(sum(p._version for p in self._parameters))
 
@@ -441,6 +441,17 @@ class GradientBalancer:
         if not self._release.alive:
             raise RuntimeError("this GradientBalancer is closed: build a new one")
 
+    def _use_weights(self, weights: Tensor | None) -> None:
+        """Sets the task weights.
+
+        Args:
+            weights: Float64 [modules, K]; None, for weights of 1, before the first solve and with
+                `Sum()`.
+
+        """
+        self._weights = weights
+        self._factors_of = [()] * len(self.tasks) if weights is None else factors(weights)
+
     def _all_weights(self) -> Tensor:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
@@ -453,30 +464,30 @@ class GradientBalancer:
         if grads[0] is None:
             return None
         if self._active is None:
-            self._notice_drop(self._kept & {parameter})
+            self._notice_drop([self._kept[parameter]] if parameter in self._kept else [])
             return None
         if not self._arrived:
             self._arrived = True
-            self._notice_drop(self._kept)
+            self._notice_drop(self._kept.values())
+            if self._sketching:
+                self._sketches.open_hooks(self._factors)
         self._reached.add(parameter)
-        strided = grads[0].layout is torch.strided
-        if self._sketching and not strided:
-            raise TypeError(
-                f"gradients of the parameters must be dense, got {grads[0].layout} for"
-                f" parameter {self._named[parameter][0]}: leave this parameter out"
-            )
         factor = self._factors[self._module_of[parameter]] if self._factors else None
         update, adds = None, False
         # With `create_graph=True`, the graph needs the unweighted gradient.
-        plain = strided and type(grads[0]) is Tensor
-        if factor is not None and plain and not torch.is_grad_enabled():
+        if factor is not None and type(grads[0]) is Tensor and not torch.is_grad_enabled():
             update, adds = update_of(grads, leaf)
         grad = grads[0]
         if self._sketching:
-            add = self._sketches.add_and_weigh
-            if factor is not None and add(parameter, grad, update, factor, adds=adds):
+            if grad.layout is not torch.strided:
+                raise TypeError(
+                    f"gradients of the parameters must be dense, got {grad.layout} for parameter"
+                    f" {self._named[parameter][0]}: leave this parameter out"
+                )
+            weight = 1.0 if factor is None else factor
+            made = self._sketches.add(parameter, grad, update, weight, adds=adds)
+            if made and update is not None:
                 return (None,) if adds else None
-            self._sketches.add(parameter, grad)
         if factor is None:
             return None
         result = weigh(grad, factor, update, adds=adds)
@@ -501,7 +512,7 @@ class GradientBalancer:
             weights, chosen_weights = before.clone(), weights
             weights[:, known] = chosen_weights
         solved_for = self._products.usable & weights.isfinite().all()
-        self._weights = torch.where(solved_for, weights, before)
+        self._use_weights(torch.where(solved_for, weights, before))
 
     def _solved(self, gramian: Tensor, tasks: tuple[str, ...]) -> Tensor:
         """The method's task weights; `step.losses` has only the tasks in `_with_loss`."""

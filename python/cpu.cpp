@@ -10,7 +10,6 @@
 #include "cs_kernels/combine.h"
 #include "cs_kernels/phase2.h"
 #include "cs_kernels/random.h"
-#include "cs_kernels/sketch.h"
 #include "cs_kernels/solvers.h"
 #include "module.h"
 #include "operands.h"
@@ -132,12 +131,6 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
                   splitmix64(advanced(state, counter)), threads);
 }
 
-void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, std::uint64_t key,
-            Address sketch, std::int64_t bins, Address update, double weight, bool add,
-            int threads) {
-  cpu::sketch({type, data, size, index, update, weight, add}, key, sketch, bins, threads);
-}
-
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
            Address weights, std::uint64_t option, Address counter, double rate,
            Address similarities) {
@@ -177,6 +170,4 @@ void define_cpu(py::module_& module) {
   define_parallel("combine", &combine, "operands", "group_of", "groups", "weights",
                   "protected_task");
   define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter", "offsets");
-  define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "bins",
-                  "update", "weight", "add");
 }

@@ -11,7 +11,7 @@
 #include "cs_kernels/data_type.h"
 #include "cs_kernels/solve.h"
 
-// No state changes after the import, so calls need no GIL.
+// The module has no state that changes after the import, so calls need no GIL.
 PYBIND11_MODULE(_C, module, pybind11::mod_gil_not_used()) {
   namespace solvers = cs_kernels::solvers;
   module.doc() = "The compiled kernels of cs_kernels; arrays are passed as addresses.";
@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, module, pybind11::mod_gil_not_used()) {
       {"vanished", solvers::kVanished}};
   define_operands(module);
   define_cpu(module);
+  define_sketch(module);
 #ifdef CS_KERNELS_CUDA_ARCHITECTURES
   define_cuda(module.def_submodule("cuda"));
   module.attr("cuda_architectures") = CS_KERNELS_CUDA_ARCHITECTURES;

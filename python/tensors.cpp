@@ -61,6 +61,16 @@ bool is_aligned(const dlpack::Tensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(address_of(tensor)) % bytes == 0;
 }
 
+bool is_dense(const dlpack::Tensor& tensor) {
+  std::int64_t stride = 1;
+  for (std::int32_t n = tensor.dimensions - 1; n >= 0; --n) {
+    if (tensor.shape[n] != 1 && tensor.strides[n] != stride)
+      return false;
+    stride *= tensor.shape[n];
+  }
+  return true;
+}
+
 bool same_device(dlpack::Device a, dlpack::Device b) {
   return a.type == b.type && a.index == b.index;
 }

@@ -27,6 +27,9 @@ int type_of(const dlpack::Tensor& tensor);
 // Whether the address is a multiple of the element size, as the kernels' loads require.
 bool is_aligned(const dlpack::Tensor& tensor);
 
+// Whether the elements are adjacent, in row-major order.
+bool is_dense(const dlpack::Tensor& tensor);
+
 bool same_device(dlpack::Device a, dlpack::Device b);
 // Whether `tensor` is aligned and has the type, device, shape and memory order of `like`.
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);

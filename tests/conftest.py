@@ -21,7 +21,6 @@ from ranks import Ranks
 from torch import Tensor
 
 import cs_kernels as cs
-from cs_kernels.ops.aliases import Weighting
 
 if EMULATION:
     emulate()
@@ -128,12 +127,10 @@ class Elsewhere:
         return call
 
     @staticmethod
-    def _back(result: Tensor | None) -> Tensor | None:
-        return None if result is None else result.cpu()
+    def _back(result: Any) -> Any:
+        return result.cpu() if isinstance(result, Tensor) else result
 
     def _there(self, argument: Any, memory: dict[int, tuple[Tensor, Tensor]]) -> Any:
-        if isinstance(argument, Weighting):
-            return Weighting(*(self._there(a, memory) for a in argument))
         if isinstance(argument, list | tuple):
             return [self._there(a, memory) for a in argument]
         if not isinstance(argument, Tensor):

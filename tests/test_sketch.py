@@ -124,6 +124,35 @@ def test_weighting(
     torch.testing.assert_close(update, expected)
 
 
+_ONES = torch.ones(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "update"),
+    [
+        (_ONES.T, None),
+        (_ONES[:, 1:], None),
+        (_ONES.long(), None),
+        (_ONES, _ONES.double()),
+        (_ONES, torch.ones(4, 6)),
+        (_ONES, torch.ones(4, 6).T),
+        (_ONES[:1].expand(6, 4), None),
+    ],
+)
+def test_memory_that_kernels_cannot_use(
+    backend: str, tensor: Tensor, update: Tensor | None
+) -> None:
+    """`run_sketch` says so, and changes nothing."""
+    run, sketch = cs.ops.run_sketch("cpu"), torch.zeros(256)
+    weight = torch.tensor(0.7, dtype=torch.float64)
+    before = None if update is None else update.clone()
+    assert not run(sketch, tensor, 0, 7, update, weight, True)
+    assert not sketch.any()
+    assert before is None or torch.equal(before, update)
+    assert run(sketch, _ONES.clone(), 0, 7, _ONES.clone(), weight, True)
+    assert sketch.any()
+
+
 @pytest.mark.kernel("cpu")
 @pytest.mark.parametrize("place", ["own", "other", "added"])
 def test_weighting_of_large_tensors(place: str) -> None:

@@ -2,13 +2,14 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from cs_kernels.balancing.sketches import Sketches
 from cs_kernels.torch_internals.fsdp import (
     groups_of,
     is_sharded,
@@ -87,14 +88,21 @@ class Arrivals:
         parameters: The parameters.
         owner: The first argument of `take`, referenced weakly.
         take: Called with each gradient before its accumulation.
+        sketches: The sketches, which replace the hooks by faster ones that do the same.
 
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], owner: Any, take: Take) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], owner: Any, take: Take, sketches: Sketches
+    ) -> None:
         self._owner, self._take = weakref.ref(owner), take
         self._parameters = parameters
-        self._nodes: dict[int, tuple[Any, ...]] = {}
-        """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
+        self._sketches = sketches
+        self._whole = {n: p for n, p in enumerate(parameters) if not is_sharded(p)}
+        self._kinds: list[tuple[torch.dtype, torch.device] | None] = [None] * len(parameters)
+        """The dtypes and devices with which the parameters were hooked."""
+        self._hooked: dict[int, tuple[Any, Any]] = {}
+        """The node and the hook's handle, by index of a parameter."""
         lone_holders()  # Cached: its first call runs backward passes, best outside other passes.
         self._sharding = modules_that_shard(parameters)
         groups = [group for module in self._sharding for group in groups_of(module)]
@@ -111,33 +119,33 @@ class Arrivals:
 
     def connect(self) -> None:
         """Adds missing hooks, such as for parameters that were cast, moved or sharded meanwhile."""
-        whole: dict[Tensor, Tensor] | None = None
-        for n, p in enumerate(self._parameters):
-            kind = p.dtype, p.device
-            if n in self._nodes and self._nodes[n][:2] == kind:
+        kinds = [(p.dtype, p.device) for p in self._parameters]
+        if kinds == self._kinds:
+            return
+        whole = {s: w for w, s in sharded_parameters(self._sharding).items()}
+        for n, (p, kind) in enumerate(zip(self._parameters, kinds, strict=True)):
+            leaf = p if n in self._whole else whole.get(p)
+            if kind == self._kinds[n] or leaf is None:
                 continue
-            leaf: Tensor | None = p
-            if is_sharded(p):
-                whole = whole or {s: w for w, s in sharded_parameters(self._sharding).items()}
-                leaf = whole.get(p)
-            if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
-                self._disconnect(n)
+            self._kinds[n] = kind
+            self._disconnect(n)
+            if leaf.is_floating_point() or leaf.is_complex():
                 node = _node_of(leaf)
-                handle = node.register_prehook(_Arrival(self._owner, self._take, n, leaf))
-                self._nodes[n] = (*kind, node, handle)
+                arrival = _Arrival(self._owner, self._take, n, leaf)
+                hook = self._sketches.hook(leaf, n, arrival)
+                self._hooked[n] = node, node.register_prehook(hook)
 
-    def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
+    def left_in_grad(self, numbers: Collection[int]) -> dict[int, nn.Parameter]:
         """Selects the parameters whose `.grad` is not None; skips sharded ones."""
-        chosen = ((n, self._parameters[n]) for n in numbers)
-        return [n for n, p in chosen if not is_sharded(p) and p.grad is not None]
+        return {n: p for n, p in self._whole.items() if n in numbers and p.grad is not None}
 
     def _disconnect(self, n: int) -> None:
-        if n in self._nodes:
-            self._nodes.pop(n)[-1].remove()
+        if n in self._hooked:
+            self._hooked.pop(n)[-1].remove()
 
     def remove(self) -> None:
         """Removes all hooks."""
-        for n in [*self._nodes]:
+        for n in [*self._hooked]:
             self._disconnect(n)
         for handle in self._handles:
             handle.remove()

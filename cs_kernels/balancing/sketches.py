@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from cs_kernels.gradients import as_real
 from cs_kernels.ops import run_sketch
-from cs_kernels.ops.aliases import Weighting
-from cs_kernels.ops.checks import LEAST_SKETCH, is_aligned
+from cs_kernels.ops.checks import LEAST_SKETCH
 from cs_kernels.ops.random import random_key, splitmix64
+from cs_kernels.ops.sketch_hooks import Hook, SketchHooks
 from cs_kernels.ranks.collectives import all_reduce
+from cs_kernels.torch_internals.autograd import increment_versions
 
 
 class Sketches:
@@ -26,6 +26,7 @@ class Sketches:
             smaller sketch that holds all of them, so its dot products are exact.
         device: The device of the gradients.
         seed: The seed of the signs and bins, which are drawn anew in every step.
+        reached: Receives the indices of the parameters whose gradients hooks in C++ have taken.
 
     """
 
@@ -37,6 +38,7 @@ class Sketches:
         size: int,
         device: torch.device,
         seed: int,
+        reached: set[int],
     ) -> None:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
         numels = [*map(math.prod, shapes)]
@@ -55,9 +57,11 @@ class Sketches:
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
+        self._on_gpu = self._values.is_cuda
         self._stream: torch.cuda.Stream | None = None
         """The last stream that used the sketches."""
         self.is_empty = True
+        self._hooks = SketchHooks(device, reached, increment_versions)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -74,60 +78,70 @@ class Sketches:
         self._run = run_sketch(self._values.device.type)
         self._rows = self._of_modules[task]
 
-    def add(self, parameter: int, grad: Tensor) -> None:
+    def hook(self, leaf: Tensor, parameter: int, otherwise: Hook) -> Hook:
+        """The hook for a parameter's leaf: `otherwise`, or one in C++ that replaces most calls."""
+        module, offset = self._module_of[parameter], self._offsets[parameter]
+        return self._hooks.hook(leaf, parameter, module, offset, otherwise)
+
+    def open_hooks(self, weights: Sequence[Tensor | float]) -> None:
+        """Lets the hooks in C++ add and weight the gradients of this task's pass.
+
+        Args:
+            weights: The task's weights, by module; empty to change no gradient.
+
+        """
+        self._hooks.open(self._run, self._rows, self._key, weights)
+
+    def close_hooks(self) -> None:
+        """Ends what `open_hooks` began."""
+        self._hooks.close()
+
+    def add(
+        self,
+        parameter: int,
+        grad: Tensor,
+        update: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        *,
+        adds: bool = False,
+    ) -> bool:
         """Adds a gradient to the task's sketch, reading it once; micro-batches add up.
+
+        Args:
+            parameter: The parameter's index.
+            grad: The gradient.
+            update: Where the weighted gradient is written, or added.
+            weight: The weight.
+            adds: Whether to add to the update.
+
+        Returns:
+            Whether the update was made, too; not if a tensor would have to be copied.
 
         Raises:
             ValueError: The gradient is on another device than the sketches.
 
         """
-        self._check_device(grad)
-        self.is_empty = False
         self._wait()
-        module, offset = self._module_of[parameter], self._offsets[parameter]
-        grad = as_real(grad.detach() if grad.requires_grad else grad)
-        if _is_plain(grad):
-            self._run(self._rows[module], grad, offset, self._key, None)
-        else:
-            torch.ops.cs_kernels.sketch_(self._rows[module], [grad], [offset], self._seed_of_step)
-
-    def add_and_weigh(
-        self,
-        parameter: int,
-        grad: Tensor,
-        update: Tensor | None,
-        weight: Tensor | float,
-        *,
-        adds: bool,
-    ) -> bool:
-        """As `add`, but also weights the gradient into `update`, if neither tensor needs a copy.
-
-        Returns:
-            Whether this was possible; if not, nothing was done.
-
-        """
-        if update is None or not _is_plain(grad):
-            return False
-        if update is not grad and not _is_plain(update):
-            return False
-        self._check_device(grad)
         self.is_empty = False
-        self._wait()
-        increment_version(update)
         row, offset = self._rows[self._module_of[parameter]], self._offsets[parameter]
-        self._run(row, grad, offset, self._key, Weighting(update, weight, adds))
-        return True
-
-    def _check_device(self, grad: Tensor) -> None:
+        negated = grad.is_neg() or (update is not None and update.is_neg())
+        plain = type(grad) is Tensor and not negated
+        if plain and self._run(row, grad, offset, self._key, update, weight, adds):
+            if update is not None:
+                increment_versions((update,))
+            return True
         if grad.device != self._values.device:
             raise ValueError(
                 f"gradients must be on {self._values.device}, where the parameters were when the"
                 f" balancer was built, got one on {grad.device}: build another balancer"
             )
+        grad = as_real(grad.detach() if grad.requires_grad else grad)
+        torch.ops.cs_kernels.sketch_(row, [grad], [offset], self._seed_of_step)
+        return False
 
     def _wait(self) -> None:
         """Waits for the last stream that used the sketches, since passes may use several."""
-        if not self._values.is_cuda:
+        if not self._on_gpu:
             return
         stream = torch.cuda.current_stream(self._values.device)
         if self._stream is not None and self._stream != stream:
@@ -180,16 +194,6 @@ class Sketches:
 
 _MODULE_BITS = 40
 """The number of bits for the index of an element within its module."""
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a kernel can read a tensor's memory as it is."""
-    return (
-        type(tensor) is Tensor
-        and tensor.is_contiguous()
-        and not (tensor.is_complex() or tensor.is_neg())
-        and is_aligned(tensor)
-    )
 
 
 def _power_of_two(numel: int) -> int:

@@ -7,9 +7,10 @@ from cs_kernels.torch_internals.autograd import has_late_hooks
 from cs_kernels.torch_internals.memory import may_be_overwritten
 
 
-def factors(weights: Tensor) -> list[Tensor | float]:
-    """Float64 weights [modules], one by one; on the CPU, numbers, since operators are faster."""
-    return weights.tolist() if weights.device.type == "cpu" else [*weights.unbind()]
+def factors(weights: Tensor) -> list[list[Tensor | float]]:
+    """Float64 weights [modules, K] by task and module; numbers on the CPU, for faster operators."""
+    columns = weights.unbind(1)
+    return [c.tolist() if c.device.type == "cpu" else [*c.unbind()] for c in columns]
 
 
 def update_of(grads: tuple[Tensor | None, ...], leaf: Tensor) -> tuple[Tensor | None, bool]:

@@ -349,6 +349,18 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
             )
 
 
+def fits_sketch(sketch: Tensor, tensor: Tensor, update: Tensor | None) -> bool:
+    """Whether `run_sketch` can use the tensors' memory as it is; for the CPU, C++ checks this."""
+    used = (tensor,) if update is None else (tensor, update)
+    return tensor.dtype in DTYPES and all(
+        (t.dtype, t.device, t.shape) == (tensor.dtype, sketch.device, tensor.shape)
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and is_aligned(t)
+        for t in used
+    )
+
+
 def check_weighting(updates: Tensors, tensors: Tensors, weight: Tensor) -> None:
     """Checks the arguments of `sketch_and_weight_` that `sketch_` does not have."""
     check_count(len(updates), len(tensors), "updates", "one per tensor")

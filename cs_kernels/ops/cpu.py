@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels import _C
-from cs_kernels.ops.aliases import Floats, Ints, Weighting
+from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
@@ -146,21 +146,17 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
         )
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
-    ) -> None:
-        _C.sketch(
-            type=TYPES[tensor.dtype],
-            data=tensor.data_ptr(),
-            size=tensor.numel(),
-            index=offset,
-            key=key,
-            sketch=sketch.data_ptr(),
-            bins=len(sketch),
-            update=address_of(weighting and weighting.update),
-            weight=float(weighting.weight) if weighting else 0.0,
-            add=weighting is not None and weighting.add,
-            threads=torch.get_num_threads(),
-        )
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        update: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        add: bool = False,
+    ) -> bool:
+        threads = torch.get_num_threads()
+        return _C.sketch(sketch, tensor, offset, key, update, float(weight), add, threads)
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K numbers per Gramian."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.aliases import Weighting
+from cs_kernels.ops.checks import fits_sketch
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.gpu.device import on_device, stream_of
@@ -185,10 +185,21 @@ class CudaOperators(GpuOperators):
         )
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
-    ) -> None:
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        update: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        add: bool = False,
+    ) -> bool:
         """One thread per bin."""
-        weight = weighting and weighting.weight_in_memory()  # Alive until the launch.
+        if not fits_sketch(sketch, tensor, update):
+            return False
+        scalar = None  # Alive until the launch.
+        if update is not None:
+            scalar = torch.as_tensor(weight, dtype=torch.float64, device=sketch.device)
         with on_device(sketch.device):
             _kernels.sketch(
                 type=TYPES[tensor.dtype],
@@ -198,11 +209,12 @@ class CudaOperators(GpuOperators):
                 key=key,
                 sketch=sketch.data_ptr(),
                 bins=len(sketch),
-                update=address_of(weighting and weighting.update),
-                weight=address_of(weight),
-                add=weighting is not None and weighting.add,
+                update=address_of(update),
+                weight=address_of(scalar),
+                add=add,
                 stream=stream_of(sketch.device),
             )
+        return True
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One block per Gramian."""

@@ -68,6 +68,10 @@ def has_early_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+increment_versions: Any = torch._C._increment_version
+"""`torch.autograd.graph.increment_version` for a tuple of tensors, without its Python code."""
+
+
 def has_late_hooks(leaf: Tensor) -> bool:
     """Whether hooks run after a gradient has arrived in `.grad`."""
     return bool(leaf._post_accumulate_grad_hooks)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Ints, Tensors, Weighting
+from cs_kernels.ops.aliases import Ints, Tensors
 from cs_kernels.ops.checks import check_sketch, check_weighting
 from cs_kernels.ops.operands import dense
 from cs_kernels.ops.random import random_key
@@ -15,9 +15,30 @@ class SketchOperators(ABC):
 
     @abstractmethod
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
-    ) -> None:
-        """Adds a contiguous, non-empty tensor to the sketch; with `weighting`, also weights it."""
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        update: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        add: bool = False,
+    ) -> bool:
+        """Adds a tensor to the sketch; with `update`, also weights it, as `sketch_and_weight_`.
+
+        Args:
+            sketch: The sketch.
+            tensor: The tensor.
+            offset: The index of its first element.
+            key: The key of the signs and bins.
+            update: Where to write or add the weighted tensor; it may be the tensor itself.
+            weight: A float64 scalar on the tensor's device; on the CPU, also a Python float.
+            add: Whether to add to the update rather than overwrite it.
+
+        Returns:
+            Whether the kernel can use the tensors' memory as it is; if not, nothing was done.
+
+        """
 
     def sketch_(self, sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
         """Reads N elements once, and the sketch once per tensor; copies non-contiguous tensors."""
@@ -25,7 +46,8 @@ class SketchOperators(ABC):
         key = random_key(seed, 0)
         for tensor, offset in zip(tensors, offsets, strict=True):
             if tensor.numel():
-                self.run_sketch(sketch, dense(tensor), offset, key, None)
+                done = self.run_sketch(sketch, dense(tensor), offset, key)
+                assert done
 
     def sketch_and_weight_(
         self,
@@ -44,7 +66,7 @@ class SketchOperators(ABC):
         for update, tensor, offset in zip(updates, tensors, offsets, strict=True):
             if tensor.numel():
                 out = dense(update)
-                weighting = Weighting(out, weight, add)
-                self.run_sketch(sketch, dense(tensor), offset, key, weighting)
+                done = self.run_sketch(sketch, dense(tensor), offset, key, out, weight, add)
+                assert done
                 if out is not update:
                     update.copy_(out)

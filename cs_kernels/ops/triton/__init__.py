@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Weighting
+from cs_kernels.ops.checks import fits_sketch
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, on_device, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
@@ -191,22 +191,32 @@ class TritonOperators(GpuOperators):
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def run_sketch(
-        self, sketch: Tensor, tensor: Tensor, offset: int, key: int, weighting: Weighting | None
-    ) -> None:
+        self,
+        sketch: Tensor,
+        tensor: Tensor,
+        offset: int,
+        key: int,
+        update: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        add: bool = False,
+    ) -> bool:
         """One program per BINS bins."""
+        if not fits_sketch(sketch, tensor, update):
+            return False
         with on_device(sketch.device):
             words = upload([_signed(key), offset, tensor.numel()], sketch.device)
-            update, weight, add = tensor, words, False
-            if weighting is not None:
-                update, weight, add = weighting.update, weighting.weight_in_memory(), weighting.add
+            scalar = words
+            if update is not None:
+                scalar = torch.as_tensor(weight, dtype=torch.float64, device=sketch.device)
             sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
-                *(sketch, tensor, words, update, weight),
+                *(sketch, tensor, words, tensor if update is None else update, scalar),
                 SIZE=len(sketch),
                 DTYPE=_DTYPES[tensor.dtype],
-                UPDATES=weighting is not None,
+                UPDATES=update is not None,
                 ADDS=add,
                 **OPTIONS,
             )
+        return True
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One program per Gramian."""

@@ -1,0 +1,291 @@
+"""The balancer's hooks in C++ do exactly what its hook in Python does."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cs_kernels as cs
+from cs_kernels.balancing import arrivals
+from cs_kernels.ops.sketch_hooks import SketchHooks
+
+pytestmark = [
+    pytest.mark.loop,
+    pytest.mark.skipif(cs.ops.available_backends()["cpu"] is not None, reason="not compiled"),
+]
+
+TASKS = ("a", "b", "c")
+
+
+class _Returns(torch.autograd.Function):
+    """The identity; its backward pass returns another form of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.change(grad), None
+
+
+class _Marked(Tensor):
+    """A tensor subclass."""
+
+
+def _misaligned(tensor: Tensor) -> Tensor:
+    memory = bytearray(1 + tensor.numel() * tensor.itemsize)
+    return torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape).copy_(tensor)
+
+
+def _inferred(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor * 1
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "plain": lambda tensor: tensor,
+    "none": lambda tensor: None,
+    "negated": lambda tensor: torch._neg_view(-tensor),
+    "subclass": lambda tensor: tensor.clone().as_subclass(_Marked),
+    "misaligned": _misaligned,
+    "inferred": _inferred,
+    "transposed": lambda tensor: tensor.T.contiguous().T,
+    "expanded": lambda tensor: tensor[:1].expand(tensor.shape),
+}
+
+
+class _Loop:
+    """Steps of two layers; the second layer's gradients arrive first."""
+
+    def __init__(
+        self,
+        method: cs.Method | None = None,
+        numel: int = 6,
+        dtype: torch.dtype = torch.float32,
+        *,
+        alone: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        self.first = nn.Linear(numel, 5, dtype=dtype)
+        self.last = nn.Linear(5, 4, dtype=dtype)
+        self.calls: list[str] = []
+        network = nn.Sequential(self.first, self.last)
+        named = [("0.weight", self.first.weight)] if alone else network.named_parameters()
+        self.balancer = cs.GradientBalancer(named, TASKS, method)
+        self.change: Callable[[Tensor], Tensor | None] = FORMS["plain"]
+        self.between: Callable[[_Loop], None] = lambda loop: None
+        self.inside: Callable[[_Loop], None] = lambda loop: None
+        self.options: dict[str, bool] = {}
+
+    def loss(self, task: str) -> Tensor:
+        x = torch.linspace(-1, 1 + TASKS.index(task), 3 * self.first.in_features)
+        x = x.view(3, -1).to(self.first.weight.dtype)
+        weight = _Returns.apply(self.first.weight, self.change)
+        y = self.last(nn.functional.linear(x, weight, self.first.bias).tanh())
+        return (y - TASKS.index(task)).square().sum()
+
+    def step(self) -> list[Any]:
+        """Returns `.grad`, the products and the weights of the next step."""
+        for p in (*self.first.parameters(), *self.last.parameters()):
+            p.grad = None
+        for task in TASKS:
+            with self.balancer.task(task):
+                loss = self.loss(task)
+                self.inside(self)
+                loss.backward(**self.options)
+            self.between(self)
+        self.balancer.update()
+        grads = [p.grad for p in (*self.first.parameters(), *self.last.parameters())]
+        report = self.balancer.report()
+        return [*grads, report.gramian, report.weights, self.calls]
+
+
+def _freeze(loop: _Loop) -> None:
+    """Freezes the weight, but for the first pass of a step."""
+    loop.first.weight.requires_grad_(loop.first.weight.grad is None)
+
+
+def _thaw(loop: _Loop) -> None:
+    loop.first.weight.requires_grad_(True)
+
+
+def _note(loop: _Loop) -> None:
+    """Registers a hook that runs after the accumulation."""
+    if not loop.first.weight._post_accumulate_grad_hooks:
+        loop.first.weight.register_post_accumulate_grad_hook(
+            lambda p: loop.calls.append(str(p.grad.sum().item()))
+        )
+
+
+def _penalty(loop: _Loop) -> None:
+    """A pass outside of any block."""
+    loop.first.weight.square().sum().backward()
+
+
+def _form_total(form: str) -> Callable[[_Loop], None]:
+    def change(loop: _Loop) -> None:
+        total = loop.first.weight.grad
+        if total is not None:
+            loop.first.weight.grad = FORMS[form](total.clone())
+
+    return change
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    **{f"a {name} gradient": {"change": form} for name, form in FORMS.items()},
+    **{
+        f"a {name} .grad": {"between": _form_total(name)}
+        for name in ("negated", "subclass", "misaligned", "transposed")
+    },
+    "frozen after the forward pass": {"inside": _freeze, "between": _thaw},
+    "a late hook": {"between": _note},
+    "create_graph": {"options": {"create_graph": True}},
+    "a penalty outside of blocks": {"between": _penalty},
+}
+
+
+def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SketchHooks, "hook", lambda self, *arguments: arguments[-1])
+
+
+def _assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        same = a is b is None or a == b if not isinstance(b, Tensor) else _same(a, b)
+        assert same, (a, b)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    a, b = (t.detach().as_subclass(Tensor).resolve_neg() for t in (a, b))
+    return a.dtype is b.dtype and torch.equal(a, b)
+
+
+def _expected(loop: _Loop) -> Tensor | None:
+    """The sum of the weighted gradients of the first weight."""
+    total = None
+    for task, weight in loop.balancer.weights.items():
+        (grad,) = torch.autograd.grad(loop.loss(task), loop.first.weight, allow_unused=True)
+        if grad is not None:
+            total = (0 if total is None else total) + grad.as_subclass(Tensor) * weight.float()
+    return total
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.filterwarnings("ignore:no gradient of the parameters has arrived")
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("method", [cs.UPGrad(), cs.Sum()], ids=repr)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_same_bits_as_in_python(
+    situation: str, method: cs.Method, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter that is alone has hooks in Python, since the first gradient opens a pass."""
+    results = []
+    for cpp in (True, False):
+        with monkeypatch.context() as patch:
+            if not cpp:
+                _in_python(patch)
+            loop = _Loop(copy.deepcopy(method), alone=alone)
+            loop.step()
+            vars(loop).update(SITUATIONS[situation])
+            expected = _expected(loop)
+            results.append([*loop.step(), *loop.step()])
+            if situation not in ("frozen after the forward pass", "a penalty outside of blocks"):
+                found = results[-1][0]
+                torch.testing.assert_close(
+                    None if found is None else found.detach().as_subclass(Tensor), expected
+                )
+            # The hook was registered after the first of six passes.
+            assert len(loop.calls) == 5 * (situation == "a late hook")
+    _assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("groups", ["all", "layer"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_types_and_modules(
+    dtype: torch.dtype, groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the layers has so many elements that its kernel releases the interpreter's lock."""
+    results = []
+    for cpp in (True, False):
+        with monkeypatch.context() as patch:
+            if not cpp:
+                _in_python(patch)
+            loop = _Loop(cs.UPGrad(groups=groups), 1 << 12, dtype)
+            results.append([*loop.step(), *loop.step()])
+    _assert_same_bits(*results)
+
+
+def test_python_hooks_only_begin_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass of a step writes, and the first gradient of each pass opens the pass."""
+    calls: list[int] = []
+    original = arrivals._Arrival.__call__
+
+    def call(self: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
+        calls.append(self._number)
+        return original(self, grads)
+
+    monkeypatch.setattr(arrivals._Arrival, "__call__", call)
+    loop = _Loop()
+    loop.step()
+    calls.clear()
+    loop.step()
+    assert len(calls) == 4 + 1 + 1
+    watching = _Loop(cs.Sum())
+    calls.clear()
+    watching.step()
+    assert len(calls) == len(TASKS)
+    with cs.use_backend("reference"):
+        calls.clear()
+        loop.step()
+    assert len(calls) == 4 * len(TASKS)
+
+
+def test_an_exception_closes_the_pass() -> None:
+    loop = _Loop()
+    loop.step()
+    for p in (*loop.first.parameters(), *loop.last.parameters()):
+        p.grad = torch.zeros_like(p)
+    with contextlib.suppress(KeyError), loop.balancer.task("a"):
+        loop.loss("a").backward()
+        raise KeyError
+    expected = torch.autograd.grad(loop.loss("b"), [loop.first.weight])[0]
+    loop.first.weight.grad = None
+    loop.loss("b").backward()
+    assert torch.equal(loop.first.weight.grad, expected)
+
+
+def test_graphs_know_that_a_gradient_has_changed() -> None:
+    loop = _Loop()
+    loop.step()
+    scale = torch.ones((), requires_grad=True)
+    penalty = (scale * loop.first.weight.grad).sum()
+    with loop.balancer.task("a"):
+        loop.loss("a").backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_dropped_gradients_are_noticed() -> None:
+    """Hooks in C++ report which parameters they have reached."""
+    loop, plain = _Loop(), _Loop()
+    for each in (loop, plain):
+        each.step()
+        for p in (*each.first.parameters(), *each.last.parameters()):
+            p.grad = torch.zeros_like(p)
+    with loop.balancer.task("a"):
+        loop.loss("a").backward()
+    loop.first.weight.grad = None
+    for each in (loop, plain):
+        for task in TASKS:
+            with each.balancer.task(task):
+                each.loss(task).backward()
+        each.balancer.update()
+    assert torch.equal(loop.balancer.gramian, plain.balancer.gramian)
