@@ -156,9 +156,10 @@ private:
 // SketchPass::add cannot do. Within a backward pass, neither this code nor Python's is in the CPU's
 // caches, and the same hook in Python takes three times as long for a small parameter.
 struct SketchHook {
-  py::object run(const py::tuple& grads) const {
-    const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), 0);
-    if (!pass->add(grad, leaf, parameter, module, index))
+  py::object run(const py::object& grads) const {
+    // Compiled autograd passes a list.
+    if (!PyTuple_Check(grads.ptr()) ||
+        !pass->add(PyTuple_GET_ITEM(grads.ptr(), 0), leaf, parameter, module, index))
       return otherwise(grads);
     return pass->changes_gradients() ? nothing : py::none();
   }
