@@ -485,8 +485,7 @@ class GradientBalancer:
                     f" {self._named[parameter][0]}: leave this parameter out"
                 )
             weight = 1.0 if factor is None else factor
-            made = self._sketches.add(parameter, grad, update, weight, adds=adds)
-            if made and update is not None:
+            if self._sketches.add(parameter, grad, update, weight, adds=adds):
                 return (None,) if adds else None
         if factor is None:
             return None

@@ -31,11 +31,12 @@ struct Run {
 
 // Returns false, without any change, if the kernel cannot use the tensors' memory. Without
 // `update`, only sketches.
-bool add_to_sketch(const Run& run, const dlpack::Tensor& x, std::int64_t index,
+bool add_to_sketch(Run run, const dlpack::Tensor& x, std::int64_t index,
                    const dlpack::Tensor* update = nullptr, double weight = 1.0, bool add = false) {
   const int type = type_of(x);
-  if (type == kUnknownType || !same_device(x.device, run.sketch.device) || !is_dense(x) ||
-      !is_aligned(x) || (update != nullptr && !has_layout_of(*update, x)))
+  if (type == kUnknownType || type_of(run.sketch) != to_python(DataType::kFloat32) ||
+      !same_device(x.device, run.sketch.device) || !is_dense(x) || !is_aligned(x) ||
+      (update != nullptr && !has_layout_of(*update, x)))
     return false;
   const std::int64_t size = elements(x);
   if (size == 0)
@@ -76,7 +77,7 @@ public:
       throw py::error_already_set();
     return py::reinterpret_steal<py::object>(found);
   }
-  bool is_true_of(py::handle object) const { return of(object).ptr() == Py_True; }
+  bool is_true_of(py::handle object) const { return PyObject_IsTrue(of(object).ptr()) == 1; }
 
 private:
   py::object name_;
@@ -98,7 +99,7 @@ public:
       if (const auto found = as_dlpack(tensor))
         runs_.push_back({*found, key, threads});
     weights_ = std::move(weights);
-    is_open_ = true;
+    is_open_ = runs_.size() == sketches.size();
   }
 
   void close() { is_open_ = false; }
@@ -123,7 +124,7 @@ private:
   bool add_weighted(const dlpack::Tensor& x, py::handle leaf, std::size_t module,
                     std::int64_t index) {
     const py::object total = total_.of(leaf);
-    if (total.is_none() || !is_plain(total) || !late_hooks_.of(leaf).is_none() ||
+    if (total.is_none() || !is_plain(total) || late_hooks_.is_true_of(leaf) ||
         grad_enabled_().ptr() == Py_True)
       return false;
     const auto y = as_dlpack(total);
@@ -133,7 +134,7 @@ private:
     return true;
   }
 
-  // Whether a tensor is no subclass and not lazily negated.
+  // Whether a tensor is a torch.Tensor, not of a subclass, that is not lazily negated.
   bool is_plain(py::handle tensor) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) == tensor_type_.ptr() &&
            is_neg_.of(tensor)().ptr() != Py_True;
@@ -153,8 +154,7 @@ private:
 };
 
 // The hook of the node that accumulates a leaf's gradient: calls the hook `otherwise` for whatever
-// SketchPass::add cannot do. Within a backward pass, neither this code nor Python's is in the CPU's
-// caches, and the same hook in Python takes three times as long for a small parameter.
+// SketchPass::add cannot do.
 struct SketchHook {
   py::object run(const py::object& grads) const {
     // Compiled autograd passes a list.
@@ -170,7 +170,7 @@ struct SketchHook {
   std::size_t module;
   std::int64_t index; // of the first element
   py::object otherwise;
-  py::object nothing = py::make_tuple(py::none()); // for autograd to accumulate
+  py::object nothing = py::make_tuple(py::none()); // there is nothing left to accumulate
 };
 
 } // namespace

@@ -289,3 +289,68 @@ def test_dropped_gradients_are_noticed() -> None:
                 each.loss(task).backward()
         each.balancer.update()
     assert torch.equal(loop.balancer.gramian, plain.balancer.gramian)
+
+
+def test_an_exception_that_a_block_survives() -> None:
+    """The first gradient raises; what the hooks then sketch is dropped with the step."""
+    weight = nn.Parameter(torch.randn(5, 3))
+    other = nn.Parameter(torch.randn(3))
+    balancer = cs.GradientBalancer([weight, other], ["a"], cs.UPGrad())
+    for rejected in (True, False):
+        weight.grad = other.grad = None
+        with balancer.task("a"):
+            if rejected:
+                rows = nn.functional.embedding(torch.tensor([1]), weight, sparse=True)
+                with pytest.raises(TypeError, match="gradients of the parameters must be dense"):
+                    rows.sum().backward()
+            (weight @ other).square().sum().backward()
+    expected = sum(
+        grad.square().sum()
+        for grad in torch.autograd.grad((weight @ other).square().sum(), [weight, other])
+    )
+    balancer.update()
+    torch.testing.assert_close(balancer.gramian, expected.double().view(1, 1), rtol=1e-5, atol=0)
+
+
+def test_a_state_that_is_loaded_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later gradients of the block belong to the loaded step."""
+    results = []
+    for cpp in (True, False):
+        with monkeypatch.context() as patch:
+            if not cpp:
+                _in_python(patch)
+            loop = _Loop()
+            loop.step()
+            state = loop.balancer.state_dict()
+            loop.step()
+            with loop.balancer.task("a"):
+                loop.loss("a").backward()
+                loop.balancer.load_state_dict(state)
+                loop.loss("a").backward()
+            results.append(loop.step())
+    _assert_same_bits(*results)
+
+
+def test_a_late_hook_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    loop = _Loop()
+    loop.step()
+    loop.first.weight.register_post_accumulate_grad_hook(lambda p: None).remove()
+    original = arrivals._Arrival.__call__
+    monkeypatch.setattr(
+        arrivals._Arrival,
+        "__call__",
+        lambda self, grads: (calls.append(self._number), original(self, grads))[1],
+    )
+    loop.step()
+    assert calls.count(0) == 1
+
+
+def test_a_list_of_gradients() -> None:
+    """Compiled autograd passes a list, for which the hook in Python is called."""
+    received: list[Any] = []
+    hook = SketchHooks(torch.device("cpu"), set(), lambda tensors: None).hook(
+        torch.ones(2), 0, 0, 0, received.append
+    )
+    assert hook([None]) is None  # type: ignore[arg-type]
+    assert received == [[None]]

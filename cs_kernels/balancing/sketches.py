@@ -66,6 +66,7 @@ class Sketches:
 
     def begin(self, step: int) -> None:
         """Clears the sketches for a new step, with new signs and bins."""
+        self._hooks.close()
         self._wait()
         if not self.is_empty:
             self._values.zero_()
@@ -90,6 +91,7 @@ class Sketches:
             weights: The task's weights, by module; empty to change no gradient.
 
         """
+        self.is_empty = False
         self._hooks.open(self._run, self._rows, self._key, weights)
 
     def close_hooks(self) -> None:
@@ -115,7 +117,7 @@ class Sketches:
             adds: Whether to add to the update.
 
         Returns:
-            Whether the update was made, too; not if a tensor would have to be copied.
+            Whether an update was made, too; not if a tensor would have to be copied.
 
         Raises:
             ValueError: The gradient is on another device than the sketches.
@@ -129,7 +131,7 @@ class Sketches:
         if plain and self._run(row, grad, offset, self._key, update, weight, adds):
             if update is not None:
                 increment_versions((update,))
-            return True
+            return update is not None
         if grad.device != self._values.device:
             raise ValueError(
                 f"gradients must be on {self._values.device}, where the parameters were when the"
