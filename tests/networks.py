@@ -328,3 +328,32 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class Returns(torch.autograd.Function):
+    """The identity; its backward pass changes how the gradient is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None
+
+
+def misaligned(grad: Tensor) -> Tensor:
+    """A copy whose address is no multiple of its element size."""
+    memory = bytearray(1 + grad.numel() * grad.itemsize)
+    return torch.frombuffer(memory, dtype=grad.dtype, offset=1).view(grad.shape).copy_(grad)
+
+
+def inferred(grad: Tensor) -> Tensor:
+    """A copy that is an inference tensor."""
+    with torch.inference_mode():
+        return grad * 1
+
+
+class Marked(Tensor):
+    """A tensor subclass."""

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from networks import GRAMIAN_METHODS, Injects, assert_equal
+from networks import (
+    GRAMIAN_METHODS,
+    Injects,
+    Marked,
+    Returns,
+    assert_equal,
+    inferred,
+    misaligned,
+)
 from plain_training import in_float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -485,40 +493,13 @@ def _trained() -> tuple[cs.GradientBalancer, nn.Linear]:
     return balancer, trunk
 
 
-class _Returns(torch.autograd.Function):
-    """The identity; its backward pass changes how the gradient is stored."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.change(grad), None
-
-
-def _misaligned(grad: Tensor) -> Tensor:
-    memory = bytearray(1 + grad.numel() * grad.itemsize)
-    return torch.frombuffer(memory, dtype=grad.dtype, offset=1).view(grad.shape).copy_(grad)
-
-
-def _inferred(grad: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return grad * 1
-
-
-class _Marked(Tensor):
-    """A tensor subclass."""
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda grad: torch._neg_view(-grad),
-        _misaligned,
-        _inferred,
-        lambda grad: grad.clone().as_subclass(_Marked),
+        misaligned,
+        inferred,
+        lambda grad: grad.clone().as_subclass(Marked),
     ],
     ids=["negative", "misaligned", "inference", "subclass"],
 )
@@ -532,7 +513,7 @@ def test_how_gradients_are_stored(change: Any) -> None:
             loss = (x @ weight.T - n).square().sum() * 2**n
             rows.append(torch.autograd.grad(loss, weight)[0].flatten())
             with balancer.task(task):
-                ((x @ _Returns.apply(weight, change).T - n).square().sum() * 2**n).backward()
+                ((x @ Returns.apply(weight, change).T - n).square().sum() * 2**n).backward()
         expected = torch.stack([*weights.values()]).float() @ torch.stack(rows)
         torch.testing.assert_close(weight.grad.as_subclass(Tensor).flatten(), expected)
         balancer.update()

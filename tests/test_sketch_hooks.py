@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from networks import Marked, Returns, inferred, misaligned
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -21,40 +22,13 @@ pytestmark = [
 TASKS = ("a", "b", "c")
 
 
-class _Returns(torch.autograd.Function):
-    """The identity; its backward pass returns another form of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.change(grad), None
-
-
-class _Marked(Tensor):
-    """A tensor subclass."""
-
-
-def _misaligned(tensor: Tensor) -> Tensor:
-    memory = bytearray(1 + tensor.numel() * tensor.itemsize)
-    return torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape).copy_(tensor)
-
-
-def _inferred(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor * 1
-
-
 FORMS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "plain": lambda tensor: tensor,
     "none": lambda tensor: None,
     "negated": lambda tensor: torch._neg_view(-tensor),
-    "subclass": lambda tensor: tensor.clone().as_subclass(_Marked),
-    "misaligned": _misaligned,
-    "inferred": _inferred,
+    "subclass": lambda tensor: tensor.clone().as_subclass(Marked),
+    "misaligned": misaligned,
+    "inferred": inferred,
     "transposed": lambda tensor: tensor.T.contiguous().T,
     "expanded": lambda tensor: tensor[:1].expand(tensor.shape),
 }
@@ -86,7 +60,7 @@ class _Loop:
     def loss(self, task: str) -> Tensor:
         x = torch.linspace(-1, 1 + TASKS.index(task), 3 * self.first.in_features)
         x = x.view(3, -1).to(self.first.weight.dtype)
-        weight = _Returns.apply(self.first.weight, self.change)
+        weight = Returns.apply(self.first.weight, self.change)
         y = self.last(nn.functional.linear(x, weight, self.first.bias).tanh())
         return (y - TASKS.index(task)).square().sum()
 
