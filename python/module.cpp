@@ -11,8 +11,8 @@
 #include "cs_kernels/data_type.h"
 #include "cs_kernels/solve.h"
 
-// The module has no global state that changes after the import, so calls need no GIL. One thread at a
-// time uses a SketchPass.
+// The module has no global state that changes after the import, so calls need no GIL. One thread at
+// a time uses a SketchPass.
 PYBIND11_MODULE(_C, module, pybind11::mod_gil_not_used()) {
   namespace solvers = cs_kernels::solvers;
   module.doc() = "The compiled kernels of cs_kernels; arrays are passed as addresses.";
