@@ -83,7 +83,7 @@ private:
   py::object name_;
 };
 
-// What the hooks of one task's backward pass share.
+// The state of one task's backward pass, shared by all hooks.
 class SketchPass {
 public:
   // `reached` receives the indices of the parameters whose gradients the hooks have taken.

@@ -124,12 +124,11 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def _assert_as_in_python(run: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the results with those of hooks in Python, bit for bit."""
+    found = run()
     monkeypatch.setattr(SketchHooks, "hook", lambda self, *arguments: arguments[-1])
-
-
-def _assert_same_bits(found: list[Any], expected: list[Any]) -> None:
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(found, run(), strict=True):
         same = a is b is None or a == b if not isinstance(b, Tensor) else _same(a, b)
         assert same, (a, b)
 
@@ -159,24 +158,23 @@ def test_the_same_bits_as_in_python(
     situation: str, method: cs.Method, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parameter that is alone has hooks in Python, since the first gradient opens a pass."""
-    results = []
-    for cpp in (True, False):
-        with monkeypatch.context() as patch:
-            if not cpp:
-                _in_python(patch)
-            loop = _Loop(copy.deepcopy(method), alone=alone)
-            loop.step()
-            vars(loop).update(SITUATIONS[situation])
-            expected = _expected(loop)
-            results.append([*loop.step(), *loop.step()])
-            if situation not in ("frozen after the forward pass", "a penalty outside of blocks"):
-                found = results[-1][0]
-                torch.testing.assert_close(
-                    None if found is None else found.detach().as_subclass(Tensor), expected
-                )
-            # The hook was registered after the first of six passes.
-            assert len(loop.calls) == 5 * (situation == "a late hook")
-    _assert_same_bits(*results)
+
+    def run() -> list[Any]:
+        loop = _Loop(copy.deepcopy(method), alone=alone)
+        loop.step()
+        vars(loop).update(SITUATIONS[situation])
+        expected = _expected(loop)
+        results = [*loop.step(), *loop.step()]
+        if situation not in ("frozen after the forward pass", "a penalty outside of blocks"):
+            found = results[0]
+            torch.testing.assert_close(
+                None if found is None else found.detach().as_subclass(Tensor), expected
+            )
+        # The hook was registered after the first of six passes.
+        assert len(loop.calls) == 5 * (situation == "a late hook")
+        return results
+
+    _assert_as_in_python(run, monkeypatch)
 
 
 @pytest.mark.parametrize("groups", ["all", "layer"])
@@ -187,26 +185,30 @@ def test_types_and_modules(
     dtype: torch.dtype, groups: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the layers has so many elements that its kernel releases the interpreter's lock."""
-    results = []
-    for cpp in (True, False):
-        with monkeypatch.context() as patch:
-            if not cpp:
-                _in_python(patch)
-            loop = _Loop(cs.UPGrad(groups=groups), 1 << 12, dtype)
-            results.append([*loop.step(), *loop.step()])
-    _assert_same_bits(*results)
+
+    def run() -> list[Any]:
+        loop = _Loop(cs.UPGrad(groups=groups), 1 << 12, dtype)
+        return [*loop.step(), *loop.step()]
+
+    _assert_as_in_python(run, monkeypatch)
 
 
-def test_python_hooks_only_begin_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pass of a step writes, and the first gradient of each pass opens the pass."""
-    calls: list[int] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The indices of the parameters whose hooks in Python were called."""
+    called: list[int] = []
     original = arrivals._Arrival.__call__
 
     def call(self: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        calls.append(self._number)
+        called.append(self._number)
         return original(self, grads)
 
     monkeypatch.setattr(arrivals._Arrival, "__call__", call)
+    return called
+
+
+def test_python_hooks_only_begin_a_pass(calls: list[int]) -> None:
+    """In a step's first pass, hooks in Python write; later, a pass's first gradient opens it."""
     loop = _Loop()
     loop.step()
     calls.clear()
@@ -288,34 +290,26 @@ def test_an_exception_that_a_block_survives() -> None:
 
 def test_a_state_that_is_loaded_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later gradients of the block belong to the loaded step."""
-    results = []
-    for cpp in (True, False):
-        with monkeypatch.context() as patch:
-            if not cpp:
-                _in_python(patch)
-            loop = _Loop()
-            loop.step()
-            state = loop.balancer.state_dict()
-            loop.step()
-            with loop.balancer.task("a"):
-                loop.loss("a").backward()
-                loop.balancer.load_state_dict(state)
-                loop.loss("a").backward()
-            results.append(loop.step())
-    _assert_same_bits(*results)
+
+    def run() -> list[Any]:
+        loop = _Loop()
+        loop.step()
+        state = loop.balancer.state_dict()
+        loop.step()
+        with loop.balancer.task("a"):
+            loop.loss("a").backward()
+            loop.balancer.load_state_dict(state)
+            loop.loss("a").backward()
+        return loop.step()
+
+    _assert_as_in_python(run, monkeypatch)
 
 
-def test_a_late_hook_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+def test_a_late_hook_that_was_removed(calls: list[int]) -> None:
     loop = _Loop()
     loop.step()
     loop.first.weight.register_post_accumulate_grad_hook(lambda p: None).remove()
-    original = arrivals._Arrival.__call__
-    monkeypatch.setattr(
-        arrivals._Arrival,
-        "__call__",
-        lambda self, grads: (calls.append(self._number), original(self, grads))[1],
-    )
+    calls.clear()
     loop.step()
     assert calls.count(0) == 1
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.checks import fits_sketch
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.gpu.device import on_device, stream_of
+from cs_kernels.ops.gpu.device import stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -184,37 +183,30 @@ class CudaOperators(GpuOperators):
             counter=address_of(counter),
         )
 
-    def run_sketch(
+    def launch_sketch(
         self,
         sketch: Tensor,
         tensor: Tensor,
         offset: int,
         key: int,
-        update: Tensor | None = None,
-        weight: Tensor | float = 1.0,
-        add: bool = False,
-    ) -> bool:
+        update: Tensor | None,
+        weight: Tensor | None,
+        add: bool,
+    ) -> None:
         """One thread per bin."""
-        if not fits_sketch(sketch, tensor, update):
-            return False
-        scalar = None  # Alive until the launch.
-        if update is not None:
-            scalar = torch.as_tensor(weight, dtype=torch.float64, device=sketch.device)
-        with on_device(sketch.device):
-            _kernels.sketch(
-                type=TYPES[tensor.dtype],
-                data=tensor.data_ptr(),
-                size=tensor.numel(),
-                index=offset,
-                key=key,
-                sketch=sketch.data_ptr(),
-                bins=len(sketch),
-                update=address_of(update),
-                weight=address_of(scalar),
-                add=add,
-                stream=stream_of(sketch.device),
-            )
-        return True
+        _kernels.sketch(
+            type=TYPES[tensor.dtype],
+            data=tensor.data_ptr(),
+            size=tensor.numel(),
+            index=offset,
+            key=key,
+            sketch=sketch.data_ptr(),
+            bins=len(sketch),
+            update=address_of(update),
+            weight=address_of(weight),
+            add=add,
+            stream=stream_of(sketch.device),
+        )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One block per Gramian."""

@@ -4,13 +4,13 @@ No operator synchronizes with the host, so a step can be captured in a CUDA grap
 has made the plans.
 """
 
-from cs_kernels.ops.compiled.sketch import SketchOperators
 from cs_kernels.ops.gpu.combine import GpuCombine, GradientLaunch
 from cs_kernels.ops.gpu.phase2 import GpuPhase2, Phase2Launch, StrengthLaunch
+from cs_kernels.ops.gpu.sketch import GpuSketch
 from cs_kernels.ops.gpu.solvers import SolverOperators
 
 __all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch", "StrengthLaunch"]
 
 
-class GpuOperators(GpuPhase2, GpuCombine, SketchOperators, SolverOperators):
+class GpuOperators(GpuPhase2, GpuCombine, GpuSketch, SolverOperators):
     """All operators; subclasses define the tilings and the launches."""

@@ -8,9 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.checks import fits_sketch
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
-from cs_kernels.ops.gpu.device import VECTOR_BYTES, on_device, upload
+from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import Option, address_of, checked_options
 from cs_kernels.ops.solvers import SOLVERS
@@ -190,33 +189,27 @@ class TritonOperators(GpuOperators):
         drawn = _in_memory(launch.table.device, state, counter)
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
-    def run_sketch(
+    def launch_sketch(
         self,
         sketch: Tensor,
         tensor: Tensor,
         offset: int,
         key: int,
-        update: Tensor | None = None,
-        weight: Tensor | float = 1.0,
-        add: bool = False,
-    ) -> bool:
+        update: Tensor | None,
+        weight: Tensor | None,
+        add: bool,
+    ) -> None:
         """One program per BINS bins."""
-        if not fits_sketch(sketch, tensor, update):
-            return False
-        with on_device(sketch.device):
-            words = upload([_signed(key), offset, tensor.numel()], sketch.device)
-            scalar = words
-            if update is not None:
-                scalar = torch.as_tensor(weight, dtype=torch.float64, device=sketch.device)
-            sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
-                *(sketch, tensor, words, tensor if update is None else update, scalar),
-                SIZE=len(sketch),
-                DTYPE=_DTYPES[tensor.dtype],
-                UPDATES=update is not None,
-                ADDS=add,
-                **OPTIONS,
-            )
-        return True
+        words = upload([_signed(key), offset, tensor.numel()], sketch.device)
+        given = tensor if update is None else update, words if weight is None else weight
+        sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
+            *(sketch, tensor, words, *given),
+            SIZE=len(sketch),
+            DTYPE=_DTYPES[tensor.dtype],
+            UPDATES=update is not None,
+            ADDS=add,
+            **OPTIONS,
+        )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One program per Gramian."""
