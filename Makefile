@@ -25,8 +25,9 @@ help: ## Print this list
 	@awk '/^[a-z-]+:.* ## / { name = $$0; sub(/:.*/, "", name); sub(/.* ## /, ""); printf "%-17s %s\n", name, $$0 } \
 		/^## / { sub(/^## /, ""); printf "%-19s %s\n", "", $$0 }' $(firstword $(MAKEFILE_LIST))
 
+# The newest pip resolves in seconds what the pip beside Python 3.11 takes minutes for.
 $(PYTHON):
-	python3 -m venv $(VENV)
+	python3 -m venv --upgrade-deps $(VENV)
 
 # The tests need the compiled module. With a CUDA compiler, csrc/cuda is compiled even without a GPU,
 # as a check of changes; this takes half a minute per architecture.
