@@ -145,11 +145,17 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 # One process per file, because the heap that a file leaves behind changes how fast the next file's
 # peers allocate.
 bench: $(VENV)/.ready ## Run the benchmarks, and write docs/benchmarks.md
+## [QUICK=1] (small cases, without records)
+ifdef QUICK
+	$(PYTHON) -m pytest bench --quiet --quick
+	$(PYTHON) bench/ranks.py --quick
+else
 	for table in phase2 methods steps features together price peers balancer host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
 	done
 	$(PYTHON) bench/ranks.py
 	$(PYTHON) bench/page.py
+endif
 
 install-gpu:
 	CS_KERNELS_CUDA=1 CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
