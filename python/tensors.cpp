@@ -38,10 +38,13 @@ const dlpack::ExchangeApi& torch_exchange() {
 
 std::optional<dlpack::Tensor> as_dlpack(py::handle object) {
   dlpack::Tensor tensor{};
-  if (torch_exchange().tensor_from_object(object.ptr(), &tensor) == 0)
-    return tensor;
-  PyErr_Clear();
-  return std::nullopt;
+  if (torch_exchange().tensor_from_object(object.ptr(), &tensor) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  if (tensor.data == nullptr && elements(tensor) > 0)
+    return std::nullopt;
+  return tensor;
 }
 
 int type_of(const dlpack::Tensor& tensor) {

@@ -12,8 +12,8 @@
 
 namespace cs_kernels_python {
 
-// nullopt unless the object is a tensor with an address. Sparse tensors and tensors on a device
-// without memory have no address.
+// nullopt unless the object is a tensor with an address, or an empty one. Sparse tensors, torch's
+// tensors of zeros without memory, and tensors on a device without memory have no address.
 std::optional<dlpack::Tensor> as_dlpack(pybind11::handle object);
 
 inline void* address_of(const dlpack::Tensor& tensor) {

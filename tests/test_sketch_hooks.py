@@ -224,6 +224,24 @@ def test_python_hooks_only_begin_a_pass(calls: list[int]) -> None:
     assert len(calls) == 4 * len(TASKS)
 
 
+def test_zeros_without_memory() -> None:
+    """Torch has a kind of tensor that has no address, and that nothing may write to."""
+
+    def run(zeros: Callable[[Tensor], Tensor]) -> list[Any]:
+        loop = _Loop(alone=True)
+        loop.change = lambda grad: zeros(grad) if loop.first.weight.grad is not None else grad
+        found = [*loop.step(), *loop.step()]
+        with loop.balancer.task("a"):  # Every gradient of the pass is zero.
+            loop.first.weight.grad = None
+            Returns.apply(loop.first.weight, zeros).sum().backward()
+        return [*found, loop.first.weight.grad + 0]
+
+    found = run(lambda grad: torch._efficientzerotensor(grad.shape, dtype=grad.dtype))
+    expected = run(torch.zeros_like)
+    for a, b in zip(found, expected, strict=True):
+        assert a == b if isinstance(a, list) else torch.equal(a, b)
+
+
 def test_an_exception_closes_the_pass() -> None:
     loop = _Loop()
     loop.step()

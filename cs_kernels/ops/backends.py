@@ -205,7 +205,10 @@ def router(operator: str, device: str | None) -> Callable[..., Any]:
         for other in others:
             check_float64(other, "tensors")
         backend = _select(device) if device or others else _BACKENDS["reference"]
+        run = backend.operators[operator]
+        if not torch.is_grad_enabled():  # Entering `no_grad` takes as long as a small operator.
+            return run(*args)
         with torch.no_grad():
-            return backend.operators[operator](*args)
+            return run(*args)
 
     return call

@@ -77,7 +77,7 @@ def may_be_overwritten(grads: tuple[Tensor | None, ...]) -> bool:
     grad = grads[0]
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_inference():
         return False
-    if not all(grad.stride()):
+    if not all(grad.stride()) or grad._is_zerotensor():
         return False
     storage = grad.untyped_storage()
     if storage.nbytes() != grad.nbytes:
