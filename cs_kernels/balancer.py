@@ -1,6 +1,7 @@
 """GradientBalancer: task weights for your own training loop, with plain training's memory."""
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from cs_kernels.step import Step
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 """All balancers that are not closed."""
 
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
 
 class GradientBalancer:
     """Multiplies each task's gradients by a task weight as they arrive in `.grad`.
@@ -62,8 +65,8 @@ class GradientBalancer:
             Lightning's wrapper works too. Without one, call `update`.
         sketch: The number of elements of a sketch, a power of two in [256, 2^30]. A cosine's
             standard error is about 1 / sqrt(sketch).
-        every: The interval, in steps, at which weights are solved for. The steps in between make no
-            sketches.
+        every: One step in `every` makes sketches and solves for weights; its place in the interval
+            varies, so that weights are at most about 1.6 `every` steps old.
         process_group: The ranks that train the same parameters, each on its own batches. Default:
             the mesh of the parameters after `fully_shard`; otherwise all ranks, as for
             DistributedDataParallel.
@@ -145,8 +148,8 @@ class GradientBalancer:
         self._with_loss: set[str] = set()
         """The tasks whose last `with` block on this rank was given a loss."""
         self._hooks = Arrivals(self._parameters, self, GradientBalancer._take, self._sketches)
-        own = weakref.ref(self)
-        handle = None if inner is None else inner.register_step_post_hook(StepEnd(own))
+        end = StepEnd(weakref.WeakMethod(self._end_step))
+        handle = None if inner is None else inner.register_step_post_hook(end)
         self._release = weakref.finalize(self, release, self._hooks, handle)
         _open.add(self)
 
@@ -203,9 +206,10 @@ class GradientBalancer:
             self._warned.add(task)
             if any(p.requires_grad for p in self._parameters):
                 warnings.warn(
-                    f"no gradient of the parameters has arrived in task({task!r}): its backward"
-                    " pass must run inside the with block, and reach parameters of the balancer; if"
-                    " they were replaced since it was built, build a new one",
+                    f"no gradient of the parameters has arrived for task {task!r}: its backward"
+                    " pass must run inside the task's with block or in backward(losses), and reach"
+                    " parameters of the balancer; if they were replaced since it was built, build a"
+                    " new one",
                     stacklevel=3,
                 )
 
@@ -255,30 +259,22 @@ class GradientBalancer:
         return {task: loss.detach() for task, loss in given.items()}
 
     def update(self) -> None:
-        """Ends a step; in steps that `every` selects, solves for the task weights of the next step.
+        """Ends a step of a balancer without `optimizer`; call this on all ranks.
 
-        If there is an optimizer, its `step` calls this. All ranks have to call it.
+        In steps that `every` selects, it solves for the task weights of the next step.
 
         Raises:
-            RuntimeError: A `with` block of a task is open, or the balancer is closed.
+            RuntimeError: The balancer has an optimizer, whose `step` ends the step; a `with` block
+                of a task is open; or the balancer is closed.
             ValueError: The method reads losses, and `task` was not given them.
 
         """
-        if self._active is not None:
+        if self.optimizer is not None:
             raise RuntimeError(
-                "the optimizer's step and update() must not be inside"
-                f" task({self.tasks[self._active]!r})"
+                "update() must not be called with optimizer=, got"
+                f" {type(self.optimizer).__name__}: its step ends the balancer's step"
             )
-        self._check_open()
-        if self._solves:
-            self._sketches.average(self._groups, self._ranks)
-        try:
-            if self._solves:
-                self._solve()
-        finally:
-            self._steps += 1
-            self._restart()
-            self._blocks.end_step()
+        self._end_step()
 
     # --- results and state ---
 
@@ -376,7 +372,9 @@ class GradientBalancer:
         weights = state["weights"]
         shape = tuple(self._products.gramian.shape[:2])
         if weights is not None and (weights.shape != shape or not weights.isfinite().all()):
-            raise ValueError(f"state must have finite weights of shape {shape}, got {weights}")
+            raise ValueError(
+                f"state must have finite weights of shape (modules, tasks) = {shape}, got {weights}"
+            )
         self.method.check_state(state["method"]["state"], self.tasks)
         self._products.check_state(state["products"])
 
@@ -411,8 +409,31 @@ class GradientBalancer:
 
     @property
     def _solves(self) -> bool:
-        """Whether this step solves for weights; all steps do until each task has had a gradient."""
-        return self._steps % self.every == 0 or not self._products.all_known
+        """Whether this step solves for weights; all steps do until each task has had a gradient.
+
+        From then on, one step in `every` does. Its place in the interval follows the golden ratio,
+        so that it cannot coincide with a period in which tasks take turns.
+        """
+        interval, place = divmod(self._steps, self.every)
+        return place == int(self.every * (_GOLDEN * interval % 1)) or not self._products.all_known
+
+    def _end_step(self) -> None:
+        """Ends a step, and solves for the next one's task weights if this step reads gradients."""
+        if self._active is not None:
+            raise RuntimeError(
+                f"the end of a step must not be inside task({self.tasks[self._active]!r}): call the"
+                " optimizer's step, or update(), after the with block"
+            )
+        self._check_open()
+        if self._solves:
+            self._sketches.average(self._groups, self._ranks)
+        try:
+            if self._solves:
+                self._solve()
+        finally:
+            self._steps += 1
+            self._restart()
+            self._blocks.end_step()
 
     def _restart(self) -> None:
         """Drops the sketches of this step, and begins new ones."""

@@ -218,7 +218,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [6, 7, 8, 11, 12][step]  # The first step's check makes three more.
+        assert passes == [6, 7, 8, 9, 12][step]  # The first step's check makes three more.
 
 
 class _Inside(torch.autograd.Function):
@@ -302,7 +302,7 @@ def test_parameters_frozen_before_their_pass_are_left_out() -> None:
         if n == 0:
             expected = sum(p.grad.square().sum() for p in second.parameters())
     assert all(p.grad is None for p in first.parameters())
-    training.balancer.update()
+    training.adam.step()
     torch.testing.assert_close(training.balancer.gramian[0, 0], expected, rtol=1e-6, atol=0)
 
 
@@ -538,7 +538,7 @@ def test_a_block_that_does_not_open(monkeypatch: Any) -> None:
     monkeypatch.delenv("CS_KERNELS_BACKEND")
     with training.balancer.task(TASKS[0]):
         training.network(training.batch(0, TASKS[0]), TASKS[0]).sum().backward()
-    training.balancer.update()
+    training.adam.step()
 
 
 def test_weights_of_a_state_become_float64() -> None:
@@ -569,7 +569,7 @@ def test_sparse_gradients_between_the_steps_that_solve() -> None:
     def dense() -> Tensor:
         return 9 * (x @ weight.T).square().sum()
 
-    for losses in ((dense, dense), (sparse, dense), (dense, dense), (dense, sparse)):
+    for losses in ((dense, dense), (sparse, dense), (dense, sparse), (dense, dense)):
         weight.grad, weights = None, balancer.weights
         expected = torch.zeros_like(weight)
         for task, loss in zip(balancer.tasks, losses, strict=True):
@@ -640,7 +640,8 @@ def test_non_finite_gradients_do_not_change_weights() -> None:
             with training.balancer.task(task):
                 factor = float("inf") if task == "b" else 1.0
                 (training.network(training.batch(1, task), task) * factor).backward()
-        training.balancer.update()
+        training.adam.zero_grad()  # The parameters stay finite.
+        training.adam.step()
     report = training.balancer.report()
     assert not report.finite
     assert "weights kept: gradients were not finite, or a pass raised" in str(report)
@@ -887,9 +888,10 @@ def test_weights_stay_in_a_step_without_gradients() -> None:
 
 
 def test_every_step_solves_until_all_tasks_were_seen() -> None:
-    balancer = _steps_of(cs.NTKMTL(), {"a": _A}, {"a": _A, "b": 9 * _B}, {"a": _A}, every=2)
+    steps: list[dict[str, Tensor | None]] = [{"a": _A}, {"a": _A, "b": 9 * _B}, {"a": _A}]
+    balancer = _steps_of(cs.NTKMTL(), *steps, every=2)
     assert balancer.weights["b"] != 1
-    assert balancer.report().steps.tolist() == [[3, 1], [1, 1]]
+    assert balancer.report().steps.tolist() == [[2, 1], [1, 1]]
     state = _steps_of(cs.NTKMTL(), {"a": _A}, every=2).state_dict()
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), every=2)
@@ -901,6 +903,23 @@ def test_every_step_solves_until_all_tasks_were_seen() -> None:
                 (p * grad).sum().backward()
         balancer.update()
     assert balancer.report().steps.tolist() == [[2, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("every", [2, 3, 10])
+@pytest.mark.parametrize("period", [2, 3, 5, 10])
+def test_tasks_with_a_period_are_read(every: int, period: int) -> None:
+    """The interval, `every`, may divide the period of a task, or the other way around."""
+    steps = 40 * every * period
+    has_b = [n % period == 1 for n in range(steps)]
+    # `_B` counts the task's steps up, so the norm tells which of them was read last.
+    given = [{"a": _A, "b": (n + 1) * _B if b else None} for n, b in enumerate(has_b)]
+    report = _steps_of(cs.Sum(), *given, every=every).report()
+    (a, together), (_, b) = report.steps.tolist()
+    assert abs(a - steps / every) <= 2
+    assert b == together
+    assert 0.7 < b / (a / period) < 1.4
+    last = round(float(report.gradient_norms[1]) / 2**0.5) - 1
+    assert steps - last <= 6 * every * period
 
 
 def test_one_task_alone() -> None:
@@ -1119,6 +1138,9 @@ def test_the_optimizer_of_a_framework() -> None:
 _NETWORK = Network()
 
 
+_SGD = torch.optim.SGD(_NETWORK.parameters(), 0.1)
+
+
 def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options: Any) -> Any:
     parameters = _NETWORK.trunk.parameters() if parameters is None else parameters
     return cs.GradientBalancer(parameters, tasks, *arguments, **options)
@@ -1147,7 +1169,12 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
             TypeError,
             r"optimizer must be a torch optimizer or None, got list: .*call update\(\)",
         ),
-        (lambda: _made(sketch=1000), ValueError, "power of two, at most 1073741824, got 1000"),
+        (
+            lambda: _made(optimizer=torch.optim.lr_scheduler.StepLR(_SGD, 1)),
+            TypeError,
+            "optimizer must be a torch optimizer or None, got StepLR",
+        ),
+        (lambda: _made(sketch=1000), ValueError, "power of two from 256 to 1073741824, got 1000"),
         (lambda: _made(sketch=128), ValueError, "sketch must be at least 256, got 128"),
         (lambda: _made(None, TASKS, cs.UPGrad), TypeError, "got the class UPGrad"),
         (lambda: _made(scaler=1), TypeError, "scaler must be a torch.amp.GradScaler, got 1"),
@@ -1228,8 +1255,8 @@ def test_misuse() -> None:
     with balancer.task("a"):
         with pytest.raises(RuntimeError, match=r"task\('b'\) must not be inside task\('a'\)"):
             balancer.task("b").__enter__()
-        with pytest.raises(RuntimeError, match=r"step and update\(\) must not be inside"):
-            balancer.update()
+        with pytest.raises(RuntimeError, match=r"the end of a step must not be inside task\('a'\)"):
+            training.adam.step()
         with pytest.raises(RuntimeError, match=r"backward\(losses\) must not be inside"):
             balancer.backward({"b": network(training.batch(0, "b"), "b")})
         network(training.batch(0, "a"), "a").backward()
@@ -1237,6 +1264,8 @@ def test_misuse() -> None:
         pass
     with warnings.catch_warnings(), balancer.task("b"):
         warnings.simplefilter("error")  # Warns once per task.
+    with pytest.raises(RuntimeError, match=r"update\(\) must not be called .*got Adam"):
+        balancer.update()
     with pytest.raises(ValueError, match="losses must hold the loss of at least one task"):
         balancer.backward({})
     with pytest.raises(ValueError, match=r"losses must only have keys of .*got 'd'"):
@@ -1250,7 +1279,7 @@ def test_misuse() -> None:
         ({"products": {}}, r"the entries \['gramian', .*got \[\]"),
         ({"method": {"name": "PCGrad", "state": {}}}, "for method UPGrad, got one for PCGrad"),
         ({"steps": -1}, "steps must lie in"),
-        ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)"),
+        ({"weights": torch.ones(1, 2)}, r"shape \(modules, tasks\) = \(1, 3\)"),
         ({"products": {**state["products"], "gramian": torch.ones(2)}}, r"shape \(1, 3, 3\)"),
     ]
     for change, message in changes:

@@ -88,7 +88,7 @@ def test_what_a_step_sends(pools: Pools) -> None:
     found = pools(2).agreed(_trained, "DDP")
     numel = sum(p.numel() for p in found["state"])
     sketches = 3 * 2048  # 2,048 bins for the trunk's 1,547 parameters.
-    solves, between = found["sent"][2:]
+    between, solves = found["sent"][2:]
     assert between <= 1.05 * numel
     assert between + sketches <= solves <= 1.05 * numel + sketches + len(TASKS)
 

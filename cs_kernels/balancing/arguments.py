@@ -19,6 +19,8 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     """Unwraps a framework's optimizer; the inner one steps only after the last micro-batch."""
     inner = getattr(optimizer, "optimizer", optimizer)
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        inner = optimizer  # It has an optimizer, too, but its step is not the optimizer's.
     if inner is None or isinstance(inner, torch.optim.Optimizer):
         return inner
     raise TypeError(
@@ -90,7 +92,9 @@ def checked_size(sketch: int) -> int:
     """The number of elements of a sketch; raises ValueError unless it is an allowed power of 2."""
     size = checked_integer("sketch", sketch, LEAST_SKETCH)
     if size & (size - 1) or size > MOST_SKETCH:
-        raise ValueError(f"sketch must be a power of two, at most {MOST_SKETCH}, got {size}")
+        raise ValueError(
+            f"sketch must be a power of two from {LEAST_SKETCH} to {MOST_SKETCH}, got {size}"
+        )
     return size
 
 

@@ -51,8 +51,8 @@ class Blocks:
             self._warned = True
             warnings.warn(
                 f"{self._since_step} passes of GradientBalancer have been made, and no step has"
-                " ended: pass the optimizer that steps as optimizer=, or call update() after each"
-                " step",
+                " ended: pass the optimizer that steps these parameters as optimizer=, or None and"
+                " call update() after each step",
                 stacklevel=5,
             )
 
@@ -75,7 +75,7 @@ class Blocks:
                 f"{self.EMPTY_STEPS} steps have ended without a block of GradientBalancer.task, so"
                 " gradients have the weight 1: run each task's backward pass in such a block, or"
                 " all passes with GradientBalancer.backward",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -179,16 +179,16 @@ class _Arrival:
 
 
 class StepEnd:
-    """The post-step hook of the optimizer, with a weak reference to the balancer."""
+    """The post-step hook of the optimizer, with a weak reference to the balancer's method."""
 
-    def __init__(self, balancer: "weakref.ref[Any]") -> None:
-        self._balancer = balancer
+    def __init__(self, end_step: "weakref.WeakMethod[Callable[[], None]]") -> None:
+        self._end_step = end_step
 
     def __call__(self, *_: object) -> None:
         """Ends a step of the balancer, if there still is one."""
-        balancer = self._balancer()
-        if balancer is not None:
-            balancer.update()
+        end_step = self._end_step()
+        if end_step is not None:
+            end_step()
 
 
 def release(hooks: Arrivals, handle: Any) -> None:
