@@ -1,7 +1,6 @@
 """GradientBalancer: task weights for your own training loop, with plain training's memory."""
 
 import contextlib
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,14 +26,13 @@ from cs_kernels.balancing.weighting import factors, update_of, weigh
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
+from cs_kernels.ops.random import splitmix64
 from cs_kernels.options import check_scaler, checked_integer, checked_seed, checked_tasks
 from cs_kernels.stateful import check_names
 from cs_kernels.step import Step
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 """All balancers that are not closed."""
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class GradientBalancer:
@@ -65,8 +63,8 @@ class GradientBalancer:
             Lightning's wrapper works too. Without one, call `update`.
         sketch: The number of elements of a sketch, a power of two in [256, 2^30]. A cosine's
             standard error is about 1 / sqrt(sketch).
-        every: One step in `every` makes sketches and solves for weights; its place in the interval
-            varies, so that weights are at most about 1.6 `every` steps old.
+        every: One step in `every` makes sketches and solves for weights. Its place in the interval
+            is random, but the same on all ranks and in a resumed run.
         process_group: The ranks that train the same parameters, each on its own batches. Default:
             the mesh of the parameters after `fully_shard`; otherwise all ranks, as for
             DistributedDataParallel.
@@ -411,11 +409,11 @@ class GradientBalancer:
     def _solves(self) -> bool:
         """Whether this step solves for weights; all steps do until each task has had a gradient.
 
-        From then on, one step in `every` does. Its place in the interval follows the golden ratio,
-        so that it cannot coincide with a period in which tasks take turns.
+        From then on, one step in `every` does. Its place in the interval is random, so that tasks
+        which take turns, with any period, are all read.
         """
         interval, place = divmod(self._steps, self.every)
-        return place == int(self.every * (_GOLDEN * interval % 1)) or not self._products.all_known
+        return place == splitmix64(interval) * self.every >> 64 or not self._products.all_known
 
     def _end_step(self) -> None:
         """Ends a step, and solves for the next one's task weights if this step reads gradients."""

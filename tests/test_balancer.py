@@ -218,7 +218,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [6, 7, 8, 9, 12][step]  # The first step's check makes three more.
+        assert passes == [6, 7, 10, 11, 14][step]  # The first step's check makes three more.
 
 
 class _Inside(torch.autograd.Function):
@@ -238,11 +238,13 @@ class _Inside(torch.autograd.Function):
         return ctx.x.grad, None
 
 
-def test_a_layer_outside_the_trunk_that_a_function_hides() -> None:
-    """The hidden layer's gradients are not weighted in any step."""
+@pytest.mark.parametrize("ends", [True, False], ids=["optimizer", "update"])
+def test_a_layer_outside_the_trunk_that_a_function_hides(ends: bool) -> None:
+    """The hidden layer's gradients are not weighted in any step; only the optimizer lists them."""
     trunk, hidden = nn.Linear(3, 4), nn.Linear(4, 4)
     sgd = torch.optim.SGD([*trunk.parameters(), *hidden.parameters()], 0.1)
-    balancer = cs.GradientBalancer(trunk.parameters(), TASKS[:2], cs.UPGrad(), sgd, every=9)
+    given = trunk.parameters(), TASKS[:2], cs.UPGrad(), sgd if ends else None
+    balancer = cs.GradientBalancer(*given, every=9)
 
     def losses(run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         y = run(trunk(torch.linspace(-1, 1, 15).view(5, 3)))
@@ -254,6 +256,8 @@ def test_a_layer_outside_the_trunk_that_a_function_hides() -> None:
         balancer.backward(losses(lambda z: _Inside.apply(z, hidden)))
         torch.testing.assert_close([p.grad for p in hidden.parameters()], [*expected])
         sgd.step()
+        if not ends:
+            balancer.update()
     assert balancer.weights["a"] != 1
 
 
@@ -569,7 +573,8 @@ def test_sparse_gradients_between_the_steps_that_solve() -> None:
     def dense() -> Tensor:
         return 9 * (x @ weight.T).square().sum()
 
-    for losses in ((dense, dense), (sparse, dense), (dense, sparse), (dense, dense)):
+    both = dense, dense
+    for losses in (both, both, (sparse, dense), both, (dense, sparse)):
         weight.grad, weights = None, balancer.weights
         expected = torch.zeros_like(weight)
         for task, loss in zip(balancer.tasks, losses, strict=True):
@@ -892,7 +897,7 @@ def test_every_step_solves_until_all_tasks_were_seen() -> None:
     balancer = _steps_of(cs.NTKMTL(), *steps, every=2)
     assert balancer.weights["b"] != 1
     assert balancer.report().steps.tolist() == [[2, 1], [1, 1]]
-    state = _steps_of(cs.NTKMTL(), {"a": _A}, every=2).state_dict()
+    state = _steps_of(cs.NTKMTL(), {"a": _A}, {"a": _A}, every=2).state_dict()
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), every=2)
     for loads in (False, True):
@@ -902,13 +907,14 @@ def test_every_step_solves_until_all_tasks_were_seen() -> None:
             with balancer.task(task):
                 (p * grad).sum().backward()
         balancer.update()
-    assert balancer.report().steps.tolist() == [[2, 1], [1, 1]]
+    assert balancer.report().steps.tolist() == [[3, 1], [1, 1]]
 
 
-@pytest.mark.parametrize("every", [2, 3, 10])
-@pytest.mark.parametrize("period", [2, 3, 5, 10])
+@pytest.mark.parametrize(
+    ("every", "period"), [(2, 2), (2, 3), (3, 3), (7, 4), (9, 11), (10, 2), (10, 10), (20, 3)]
+)
 def test_tasks_with_a_period_are_read(every: int, period: int) -> None:
-    """The interval, `every`, may divide the period of a task, or the other way around."""
+    """`every` may divide the period of a task, or the other way around."""
     steps = 40 * every * period
     has_b = [n % period == 1 for n in range(steps)]
     # `_B` counts the task's steps up, so the norm tells which of them was read last.
@@ -917,7 +923,7 @@ def test_tasks_with_a_period_are_read(every: int, period: int) -> None:
     (a, together), (_, b) = report.steps.tolist()
     assert abs(a - steps / every) <= 2
     assert b == together
-    assert 0.7 < b / (a / period) < 1.4
+    assert 0.6 < b / (a / period) < 1.5
     last = round(float(report.gradient_norms[1]) / 2**0.5) - 1
     assert steps - last <= 6 * every * period
 

@@ -21,7 +21,7 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         inner = optimizer  # It has an optimizer, too, but its step is not the optimizer's.
-    if inner is None or isinstance(inner, torch.optim.Optimizer):
+    if optimizer is None or isinstance(inner, torch.optim.Optimizer):
         return inner
     raise TypeError(
         f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: for another"

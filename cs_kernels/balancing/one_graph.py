@@ -39,6 +39,12 @@ class OneGraph:
         held = [p for _, p in self._named] + [p for group in groups for p in group["params"]]
         return [*dict.fromkeys(held)]
 
+    def _hides(self, losses: Mapping[str, Tensor]) -> bool:
+        """Whether an autograd function may hide parameters, which only an optimizer would list."""
+        return self._optimizer is None and any(
+            reached_parameters(loss).hidden for loss in losses.values()
+        )
+
     def check(self, losses: Mapping[str, Tensor]) -> None:
         """Checks the passes of a new combination of tasks, with three extra passes.
 
@@ -48,6 +54,8 @@ class OneGraph:
         """
         tasks = frozenset(losses)
         if len(tasks) < 2 or not self._checks or tasks in self._checked:
+            return
+        if self._hides(losses):  # The check could not restore these parameters' gradients.
             return
         held = self._held()
         names: dict[Tensor, str] = {p: f"a parameter of shape {tuple(p.shape)}" for p in held}
@@ -69,8 +77,7 @@ class OneGraph:
 
         """
         shared = {p for _, p in self._named if p.requires_grad}
-        # If an autograd function hides the heads' parameters, only the optimizer lists them.
-        if self._optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
+        if self._hides(losses):
             return False
         found = find_one_pass(losses, shared, self._held(), trusts_functions=False)
         if found is None:

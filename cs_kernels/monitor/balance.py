@@ -39,10 +39,10 @@ class BalanceReport:
     """Bool scalar; whether the gradients of the last step that solves were finite, and no `with`
     block raised. If False, the step changed neither products nor weights."""
     counts: Tensor
-    """Int64 [K, K]; the number of steps in which two tasks' gradients, over all modules together,
-    were in conflict."""
+    """Int64 [K, K]; the number of steps that were read in which two tasks' gradients, over all
+    modules together, were in conflict."""
     steps: Tensor
-    """Int64 [K, K]; the number of steps in which both tasks had a gradient."""
+    """Int64 [K, K]; the number of steps that were read in which both tasks had a gradient."""
     _variance: Tensor
 
     @cached_property
