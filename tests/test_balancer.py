@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1179,6 +1180,11 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
             lambda: _made(optimizer=torch.optim.lr_scheduler.StepLR(_SGD, 1)),
             TypeError,
             "optimizer must be a torch optimizer or None, got StepLR",
+        ),
+        (
+            lambda: _made(optimizer=SimpleNamespace(optimizer=None)),
+            TypeError,
+            "optimizer must be a torch optimizer or None, got SimpleNamespace",
         ),
         (lambda: _made(sketch=1000), ValueError, "power of two from 256 to 1073741824, got 1000"),
         (lambda: _made(sketch=128), ValueError, "sketch must be at least 256, got 128"),

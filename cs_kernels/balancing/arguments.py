@@ -18,13 +18,14 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 
 def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     """Unwraps a framework's optimizer; the inner one steps only after the last micro-batch."""
+    if optimizer is None:
+        return None
     inner = getattr(optimizer, "optimizer", optimizer)
-    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
-        inner = optimizer  # It has an optimizer, too, but its step is not the optimizer's.
-    if optimizer is None or isinstance(inner, torch.optim.Optimizer):
+    scheduler = isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler)
+    if isinstance(inner, torch.optim.Optimizer) and not scheduler:
         return inner
     raise TypeError(
-        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: for another"
+        f"optimizer must be a torch optimizer or None, got {type(optimizer).__name__}: for another"
         " kind of optimizer, or several, pass None and call update() after each step"
     )
 
