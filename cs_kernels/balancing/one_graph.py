@@ -48,6 +48,8 @@ class OneGraph:
     def check(self, losses: Mapping[str, Tensor]) -> None:
         """Checks the passes of a new combination of tasks, with three extra passes.
 
+        If a function may hide parameters, there is no check: it could not restore their gradients.
+
         Raises:
             RuntimeError: A pass is not repeatable.
 
@@ -55,7 +57,7 @@ class OneGraph:
         tasks = frozenset(losses)
         if len(tasks) < 2 or not self._checks or tasks in self._checked:
             return
-        if self._hides(losses):  # The check could not restore these parameters' gradients.
+        if self._hides(losses):
             return
         held = self._held()
         names: dict[Tensor, str] = {p: f"a parameter of shape {tuple(p.shape)}" for p in held}
