@@ -310,7 +310,7 @@ class GradientBalancer:
             gramian=shown(products.gramian),
             weights=shown(self._all_weights()),
             together=shown(products.together),
-            finite=products.finite.clone(),
+            finite_tasks=products.finite.clone(),
             counts=products.counts.clone(),
             steps=products.steps.clone(),
             _variance=self._sketches.variances(),

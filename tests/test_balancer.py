@@ -650,7 +650,9 @@ def test_non_finite_gradients_do_not_change_weights() -> None:
         training.adam.step()
     report = training.balancer.report()
     assert not report.finite
-    assert "weights kept: gradients were not finite, or a pass raised" in str(report)
+    assert report.finite_tasks.tolist() == [task != "b" for task in TASKS]
+    assert [report.scalars()[f"finite/{task}"] for task in TASKS] == [1, 0, 1]
+    assert "weights kept: gradients of b were not finite\n" in str(report)
     assert torch.equal(training.balancer.state_dict()["method"]["state"]["targets"], state)
     training.step(2)
     assert training.balancer.report().finite
@@ -992,6 +994,9 @@ def test_an_exception_drops_the_sketches() -> None:
         with pytest.raises(ZeroDivisionError):
             _fail_after_a_pass(training)
         training.adam.step()
+    assert "weights kept: gradients were not finite, or a pass raised" in str(
+        training.balancer.report()
+    )
     training.step(2)
 
 

@@ -24,8 +24,9 @@ class Products:
         self.gramian = torch.zeros(shape, dtype=torch.float64, device=device)
         self.together = torch.zeros(shape, dtype=torch.bool, device=device)
         self.losses = torch.full((tasks,), torch.nan, dtype=torch.float32, device=device)
-        self.finite = torch.ones((), dtype=torch.bool, device=device)
-        self.usable = self.finite
+        self.finite = torch.ones(tasks, dtype=torch.bool, device=device)
+        """Whether each task's gradient in the last step was finite."""
+        self.usable = self.finite.all()
         """Whether task weights can be computed from the last step's products."""
         self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.counts)
@@ -42,19 +43,20 @@ class Products:
         energies = products.diagonal(dim1=-2, dim2=-1)
         present = ~(energies == 0)
         now = present.unsqueeze(-1) & present.unsqueeze(-2)
-        self.finite = products.isfinite().all()
+        self.finite = energies.isfinite().all(0)
+        finite = self.finite.all()
         before = self.gramian.diagonal(dim1=-2, dim2=-1)
         scale = torch.where(present & (before > 0), (energies / before).sqrt(), 1.0)
         rescaled = self.gramian * scale.unsqueeze(-1) * scale.unsqueeze(-2)
         merged = torch.where(now, products, rescaled)
-        self.together = self.together | (now & self.finite)
-        self.gramian = torch.where(self.finite, merged, self.gramian)
-        given = self.finite & present.any(0) & ~losses.isnan()
+        self.together = self.together | (now & finite)
+        self.gramian = torch.where(finite, merged, self.gramian)
+        given = finite & present.any(0) & ~losses.isnan()
         self.losses = torch.where(given, losses, self.losses)
-        pairs = now.any(0) & self.finite
+        pairs = now.any(0) & finite
         self.steps = self.steps + pairs
         self.counts = self.counts + (pairs & (products.sum(0) < 0))
-        self.usable = self.finite & present.any()
+        self.usable = finite & present.any()
         return torch.where(self.usable, merged, torch.nan)
 
     def known(self) -> list[int]:

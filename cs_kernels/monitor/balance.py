@@ -7,8 +7,6 @@ from torch import Tensor
 
 from cs_kernels.monitor.conflicts import cosines_of
 
-_FAILED = ", weights kept: gradients were not finite, or a pass raised"
-
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BalanceReport:
@@ -35,15 +33,20 @@ class BalanceReport:
     together: Tensor
     """Bool, shaped like `gramian`; whether both tasks had gradients in the same step at least once.
     The gradients of all other pairs are assumed to be orthogonal."""
-    finite: Tensor
-    """Bool scalar; whether the gradients of the last step that solves were finite, and no `with`
-    block raised. If False, the step changed neither products nor weights."""
+    finite_tasks: Tensor
+    """Bool [K]; whether each task's gradient in the last step that solves was finite; False for all
+    tasks if a `with` block raised."""
     counts: Tensor
     """Int64 [K, K]; the number of steps that were read in which two tasks' gradients, over all
     modules together, were in conflict."""
     steps: Tensor
     """Int64 [K, K]; the number of steps that were read in which both tasks had a gradient."""
     _variance: Tensor
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """Bool scalar; `finite_tasks.all()`. If False, the step kept the products and weights."""
+        return self.finite_tasks.all()
 
     @cached_property
     def gradient_norms(self) -> Tensor:
@@ -70,9 +73,9 @@ class BalanceReport:
         """Numbers by name, for a logger; synchronizes with the device.
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
-        and, for pairs of tasks that both had a gradient in one step, "cosine/TASK,TASK",
-        "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK". Norms and cosines are over all
-        modules.
+        "finite/TASK" (1 or 0) and, for pairs of tasks that both had a gradient in one step,
+        "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK". Norms and
+        cosines are over all modules.
         """
         whole = self._whole
         weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
@@ -82,6 +85,8 @@ class BalanceReport:
         shares, together = self.conflict_share.tolist(), whole.together.tolist()
         found = {f"task_weight/{task}": weights[i] for i, task in enumerate(self.tasks)}
         found |= {f"gradient_norm/{task}": norms[i] for i, task in enumerate(self.tasks)}
+        finite = self.finite_tasks.tolist()
+        found |= {f"finite/{task}": float(finite[i]) for i, task in enumerate(self.tasks)}
         for j, other in enumerate(self.tasks):
             for i, task in enumerate(self.tasks[:j]):
                 if together[i][j]:
@@ -112,7 +117,12 @@ class BalanceReport:
     def __str__(self) -> str:
         """One line per task and per pair; synchronizes with the device."""
         numbers = self.scalars()
-        lines = [f"step {self.step}, {self.method}" + ("" if self.finite else _FAILED)]
+        lines = [f"step {self.step}, {self.method}"]
+        failed = [task for task in self.tasks if not numbers[f"finite/{task}"]]
+        if len(failed) == len(self.tasks):
+            lines[0] += ", weights kept: gradients were not finite, or a pass raised"
+        elif failed:
+            lines[0] += f", weights kept: gradients of {', '.join(failed)} were not finite"
         width = max(map(len, self.tasks))
         for j, task in enumerate(self.tasks):
             norm, weight = numbers[f"gradient_norm/{task}"], numbers[f"task_weight/{task}"]
