@@ -926,7 +926,7 @@ def test_tasks_with_a_period_are_read(every: int, period: int) -> None:
     (a, together), (_, b) = report.steps.tolist()
     assert abs(a - steps / every) <= 2
     assert b == together
-    assert 0.6 < b / (a / period) < 1.5
+    assert 0.7 < b / (a / period) < 1.4
     last = round(float(report.gradient_norms[1]) / 2**0.5) - 1
     assert steps - last <= 6 * every * period
 
